@@ -43,7 +43,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def _run(request: config.Request) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
-    from jattn_experiments.replicate import replicate, with_replication
+    from jattn_experiments.replicate import FOLDER, replication, with_replication
     from jattn_experiments.run import DifferentConfig, finished, prepared, run
     from jattn_experiments.run_page.document import write_page
     from jattn_experiments.runs import devices
@@ -52,19 +52,23 @@ def _run(request: config.Request) -> int:
     if request.replicate and settings.kind is not config.Kind.TRAINING:
         return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
     with contextlib.ExitStack() as stack:
+        again = None
         try:
             devices.start(settings, processes)
             stack.enter_context(prepared(settings, out))
+            if request.replicate:  # a replication that is refused is so before the run trains
+                again = replication(settings, out, request.replicate, request.replicate_seed)
+                stack.enter_context(prepared(again, out / FOLDER))
         except ValueError as wrong:
-            return fail(str(wrong))
+            return fail(f"--replicate: {wrong}" if again else str(wrong))
         except OSError as wrong:
             return fail(f"--out: {out}: {wrong}")
         except (DifferentConfig, Busy, Damaged) as refused:
             return _say_why(refused, out)
         try:
-            findings = finished(settings, out) if request.replicate else run(settings, out)
-            if request.replicate:
-                replicate(settings, out, request.replicate, request.replicate_seed)
+            findings = run(settings, out) if again is None else finished(settings, out)
+            if again is not None:
+                finished(again, out / FOLDER)
             if findings is None:  # the first process has them
                 return 0
             findings = with_replication(findings, out)
@@ -116,11 +120,15 @@ def keep_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="jattn keep", description=keep_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
+    parser.add_argument("--replace", action="store_true", help="replace the kept results of another config")
     options = parser.parse_args(arguments)
-    from jattn_experiments.run_page.keep import keep
+    from jattn_experiments.run_page.keep import finished, keep
 
-    with refusing("--to", OSError), _of_a_finished_run(Path(options.run)):
-        print(f"kept: {keep(Path(options.run), Path(options.to))}")
+    run = Path(options.run)
+    with refusing("--run", OSError), _of_a_finished_run(run):
+        findings = finished(run)
+    with refusing("--to", OSError):
+        print(f"kept: {keep(findings, run, Path(options.to), options.replace)}")
     return 0
 
 

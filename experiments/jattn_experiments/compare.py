@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jattn_experiments import config
 from jattn_experiments.look import page_of_runs
+from jattn_experiments.runs.folder import save_figure
 from jattn_experiments.runs.terminal import Terminal, fail, refusing
 
 if TYPE_CHECKING:  # it imports JAX
@@ -119,7 +120,7 @@ def _show(comparison: Comparison, first_seed: int, first: str, second: str) -> N
     for at in rows[:MANY]:
         (name, before, after) = max(
             ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in comparison.scores.items()),
-            key=lambda row: abs(row[1] - row[2]),
+            key=lambda row: np.nan_to_num(abs(row[1] - row[2]), nan=np.inf),
         )
         distance, floor = comparison.distance[at], comparison.floor[at]
         shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
@@ -148,4 +149,4 @@ def _draw(comparison: Comparison, file: Path, first: str, second: str) -> None:
             axes[row, column].set(xticks=[], yticks=[])
             axes[row, column].set_title(f"layer {layer} head {number}{apart}", fontsize=8)
         axes[row, 0].set_ylabel(name, fontsize=8)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file, dpi=120)

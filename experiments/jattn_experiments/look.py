@@ -36,7 +36,7 @@ def look_command(arguments: Sequence[str]) -> int:
 def _look_at_run(options: Any) -> int:
     """The scores of a look in the terminal, and the page of the last checkpoint up to it."""
     from jattn_experiments.runs.history import History
-    from jattn_experiments.train import config_of
+    from jattn_experiments.train import LOOK_BATCH, config_of
 
     folder = Path(options.run)
     if not (folder / "metrics.jsonl").is_file():
@@ -52,7 +52,7 @@ def _look_at_run(options: Any) -> int:
         near = int(steps[np.abs(steps - step).argmin()])
         return fail(f"--step: expected a step of its looks, from {steps[0]} to {steps[-1]}, such as {near}, got {step}")
     at_step = {name: values[:, list(steps).index(step)] for name, values in scores.items()}
-    _show(f"{folder.name}, step {step}", first_seed, at_step)
+    _show(f"{folder.name}, step {step}: means over {LOOK_BATCH} sequences", first_seed, at_step)
     from jattn_experiments import load_run
     from jattn_experiments.runs.checkpoint import saved_steps
 
@@ -60,8 +60,10 @@ def _look_at_run(options: Any) -> int:
     if not kept:
         print(f"no page: the run has no checkpoint up to step {step}; train.keep=0 keeps every one")
         return 0
-    with refusing("--run", ValueError), refusing("--out", OSError):
-        run, file = load_run.load(f"{folder}@{kept[-1]}"), Path(options.out or folder / "heads.html")
+    with refusing("--run", ValueError, OSError):
+        run = load_run.load(f"{folder}@{kept[-1]}")
+    with refusing("--out", OSError):
+        file = Path(options.out or folder / "heads.html")
         print(f"page: {page_of_runs([run], [f'{folder.name}, step {kept[-1]}'], file)}")
     return 0
 

@@ -9,7 +9,8 @@ FEW = 3  # seeds, below which nothing is said about others
 def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     """``[R]``: the step at which each row of ``values [R,P]`` has risen half its way, from its first to its largest.
 
-    Between two of the ``steps [P]``, by a straight line; the last step for a row that never rises.
+    Between two of the ``steps [P]``, by a straight line; the last step for a row that never rises, and NaN for one with
+    a NaN.
     """
     level, times = (values[:, 0] + values.max(1)) / 2, []
     for row, half in zip(values, level, strict=True):
@@ -19,7 +20,7 @@ def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
             continue
         share = (half - row[at - 1]) / (row[at] - row[at - 1])
         times.append(float(steps[at - 1] + share * (steps[at] - steps[at - 1])))
-    return np.array(times)
+    return np.where(np.isnan(values).any(1), np.nan, times)
 
 
 def half_fall(steps: np.ndarray, values: np.ndarray) -> np.ndarray:

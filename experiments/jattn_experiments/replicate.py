@@ -1,49 +1,52 @@
 """Replication of a run: the same recipe and the same claims on fresh seeds that nobody chose."""
 
 import dataclasses
-import json
-import math
 import secrets
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jattn_experiments.config import Config, variants
-from jattn_experiments.run import finished, prepared
+from jattn_experiments.config import Config, scaled_claims, variants
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
-from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
+from jattn_experiments.runs.folder import Damaged, read_json
 
 FOLDER = "replication"  # inside the run's
+FIRST_SEED = "train.first_seed"
 LARGEST_SEED = 2**32  # a key is made of 32 bits
 # What a replication adds to a claim's row.
 _KEPT = ("seeds", "values", "passed", "failed", "needed", "holds", "rate", "again")
 
 
-def replicate(config: Config, out: Path, count: int, first_seed: int | None) -> Findings | None:
-    """Trains ``config`` on ``count`` seeds from ``first_seed`` on, in ``out/replication``, or resumes or takes that.
+def replication(config: Config, out: Path, count: int, first_seed: int | None) -> Config:
+    """``config`` on ``count`` seeds from ``first_seed`` on, to train in ``out/replication``.
 
-    By default the first seed is drawn from the system's entropy, once for a folder. Raises the errors of ``prepared``
-    and ``finished``.
+    By default the first seed is drawn from the system's entropy, once for a folder. Raises ``Damaged`` if that folder
+    holds no config of a run.
     """
-    beside = out / FOLDER
-    again = fresh(config, count, _first_seed(beside, config, count) if first_seed is None else first_seed)
-    with prepared(again, beside):
-        return finished(again, beside)
+    return fresh(config, count, _first_seed(out / FOLDER, config, count) if first_seed is None else first_seed)
 
 
 def fresh(config: Config, count: int, first_seed: int) -> Config:
-    """``config`` on other seeds, as many of which must pass each claim as before, in proportion."""
-    seeds = {"": config.train.seeds} | {name: one.train.seeds for name, one in variants(config).items()}
-    claims = []
-    for claim in config.claims:
-        before = seeds[claim.metric.rpartition(":")[0]]
-        same = before != config.train.seeds  # a control with its own number of seeds keeps it
-        needed = claim.needed if same else math.ceil(claim.needed * count / before)
-        claims.append(dataclasses.replace(claim, needed=needed))
-    train = dataclasses.replace(config.train, seeds=count, first_seed=first_seed)
-    return dataclasses.replace(config, train=train, claims=claims)
+    """``config`` on other seeds, as many of which must pass each claim as before, in proportion.
+
+    Controls with a first seed of their own take the fresh one, too; those with a number of seeds keep it.
+    """
+
+    def without_first_seed(changed: Any) -> Any:
+        return {option: value for option, value in changed.items() if option != FIRST_SEED}
+
+    again = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, seeds=count, first_seed=first_seed),
+        controls={name: without_first_seed(changed) for name, changed in config.controls.items()},
+        sweep={
+            option: [without_first_seed(value) if isinstance(value, dict) else value for value in values]
+            for option, values in config.sweep.items()
+        },
+    )
+    return dataclasses.replace(again, claims=scaled_claims(again, config.train.seeds))
 
 
 def _first_seed(beside: Path, config: Config, count: int) -> int:
@@ -56,8 +59,10 @@ def _first_seed(beside: Path, config: Config, count: int) -> int:
         except (KeyError, TypeError, ValueError):
             raise Damaged(f"{file}: expected the config of a run") from None
     else:
-        beyond = config.train.first_seed + config.train.seeds + 1000
-        drawn = (beyond + secrets.randbelow(LARGEST_SEED // 2)) % (LARGEST_SEED - count)
+        every = [one.train for one in (config, *variants(config).values())]
+        beyond = max(train.first_seed + train.seeds for train in every) + 1000
+        most = max(count, *(train.seeds for train in every))
+        drawn = (beyond + secrets.randbelow(LARGEST_SEED // 2)) % (LARGEST_SEED - most)
     return int(devices.agreed(np.array(drawn, np.uint32)))
 
 
@@ -70,6 +75,5 @@ def with_replication(findings: Findings, out: Path) -> Findings:
     added = {row["name"]: {"replication": {name: row[name] for name in _KEPT}} for row in beside.claims}
     rows: list[dict[str, Any]] = [row | added.get(row["name"], {}) for row in findings.claims]
     findings = dataclasses.replace(findings, claims=rows)
-    write_atomically(out / "claims.json", json.dumps(rows, indent=1).encode())
     findings.save(out)
     return findings

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jattn_experiments.config import Config, Kind, differences, variants
+from jattn_experiments.config import Config, Kind, changed_options, differences, variants
 from jattn_experiments.measure import claims, evaluate, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
 from jattn_experiments.runs import devices
@@ -108,7 +108,7 @@ def run(config: Config, out: Path) -> Findings | None:
     findings = examination.run(config, out) if examination else _train(config, out)
     if findings is None:
         return None
-    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
+    findings = dataclasses.replace(findings, changed=changed_options(config))
     findings.save(out)
     return findings
 

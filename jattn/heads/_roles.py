@@ -8,9 +8,10 @@ from jaxtyping import ArrayLike
 
 #: The label of a head with no pattern.
 MIXED = "mixed"
-#: What precedes the pattern in the label of a head that does not exceed its baseline.
+#: What precedes the pattern in the label of a head that hardly exceeds its null, or does not exceed its baseline.
 WEAK = "weak "
-USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline
+USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline,
+RISE = 0.1  # and its threshold by this share of what that leaves to 1, the largest share of weights
 
 
 class Roles(NamedTuple):
@@ -21,7 +22,7 @@ class Roles(NamedTuple):
         score: of that pattern; if mixed, of the pattern nearest to its threshold.
         threshold: of that pattern's score.
         p_value: the probability that a head without the pattern scores as high, times the number of patterns.
-        least: the score of that pattern above which it is not weak; -inf without a baseline.
+        least: the score of that pattern above which it is not weak.
 
     Example:
         >>> null = {"induction": np.linspace(0.0, 0.1, 19)}
@@ -51,10 +52,11 @@ def roles(
     many heads, some pass by chance. A score passes if its p-value is at most ``level``, so the threshold is a quantile
     of the null, near ``1 - level / patterns``. If no pattern passes, the label is ``"mixed"``.
     A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is,
-    so print it beside the label.
+    so print it beside the label. Scores are shares, from 0 to 1: a pattern that passes, but exceeds its threshold by
+    less than a tenth of what that leaves to 1, is labelled ``"weak "`` and its name.
     Heads of an untrained model attend almost evenly, so nearly every head of a large trained one passes: with a
-    ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is labelled ``"weak "`` and
-    its name, and one that exceeds it is preferred.
+    ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is weak, too. A pattern that
+    is not weak is preferred.
 
     Args:
         scores: for each pattern, an array with an entry for each head; all of one shape.
@@ -104,7 +106,9 @@ def roles(
     p = np.minimum(1.0, len(names) * (1 + reached) / (1 + size))
     limits = np.array([_limit(x, len(names), level) for x in nulls])
     excess = np.stack(arrays) - limits.reshape(size.shape)
-    least = np.array([np.quantile(x, USUAL) for x in usual] if usual else [-np.inf] * len(names))
+    least = limits + RISE * (1 - limits)
+    if usual:
+        least = np.maximum(least, [np.quantile(x, USUAL) for x in usual])
     strong = (excess > 0) & (np.stack(arrays) > least.reshape(size.shape))
     # Among patterns that are strong, if there are any; otherwise among all.
     best = np.where(strong.any(0), np.where(strong, excess, -np.inf).argmax(0), excess.argmax(0))

@@ -82,7 +82,9 @@ def test_processes_are_no_part_of_the_config(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ("--replicate 0", "replicate: expected > 0, got 0"),
     ("--replicate_seed 5", "replicate_seed: expected --replicate with it"),
+    ("--replicate 2 --sweep train.first_seed=7,8", "replicate: expected a sweep of other options, since fresh seeds replace train.first_seed"),
     ("--replicate 5 --replicate_seed 1", "replicate_seed: expected other seeds than the run's 0 to 4, got 1"),
+    ("controls: {a: {train.first_seed: 40}}\nreplicate: 2\nreplicate_seed: 42\n", "replicate_seed: expected other seeds than those of a, 40 to 44, got 42"),
     ("--train.keep -1", "train.keep: expected >= 0, got -1"),
     ("--model.window 0", "model.window: expected > 0, got 0"),
     ("--model.kernel_scale 0", "model.kernel_scale: expected > 0, got 0.0"),
@@ -173,6 +175,8 @@ def test_processes_are_no_part_of_the_config(tmp_path):
     ("claims: [{name: a, statement: b, metric: c, needed: 1}]\n", "claims.a: expected one of at_least and at_most"),
     ("claims: [{name: a, statement: b, metric: c, needed: 9, at_most: 1}]\n", "claims.a.needed: expected 1 to"),
     ("claims: [{name: a, statement: b, metric: c, minus: d, needed: 1, at_most: 1}]\npretrained: {folder: here, groups: [[a, b], [c, d]]}\n", "claims.a.minus: expected null where nothing is trained, got 'd'"),
+    ("claims: [{name: a, statement: b, metric: c, needed: 9, at_most: 1}]\n", "leave them out: --claims '[]'"),
+    ("--claims.accuracy.needed 3", "claims.accuracy.needed: no such option; give claims as a whole, such as --claims '[]' for none"),
     ("claims: [{nam: a}]\n", "nam: no such option; did you mean name?"),
     ("--config nowhere.yaml", "nowhere.yaml"),
     ("train: {steps: 3\n:\n", "Problems parsing config"),
@@ -223,8 +227,46 @@ def test_differences_name_the_key_and_both_values(tmp_path):
     saved = dataclasses.asdict(load(tmp_path, BASE).config)
     now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n").config)
     assert config.differences(saved, saved) == []
-    assert "train.steps was 100, now 300" in config.differences(saved, now)
-    assert len(config.differences(saved, now)) == 3  # including the two keys of the removed control
+    assert config.differences(saved, now) == ["controls.one_head is gone", "train.steps was 100, now 300"]
+    claims = [{"name": name, "needed": needed} for name, needed in (("a", 1), ("b", 2))]
+    now = saved | {"claims": [claims[1] | {"needed": 3}, {"name": "c"}]}
+    lines = ["claims.a is gone", "claims.b.needed was 2, now 3", "claims.c is new"]
+    assert config.differences(saved | {"claims": claims}, now) == lines
+    assert config.differences(saved | {"claims": claims}, saved) == ["claims is gone"]
+    twice = config.differences({"claims": claims}, {"claims": [claims[0], claims[0] | {"needed": 3}]})
+    assert len(twice) == 1 and twice[0].startswith("claims was ")  # names that are not different say nothing
+
+
+CLAIMS = """
+train: {seeds: 10}
+controls: {few: {train.seeds: 3}, same: {train.seeds: 10}, alike: {train.steps: 90}}
+claims:
+- {name: a, statement: "", metric: loss, needed: 9, at_most: 1.0}
+- {name: b, statement: "", metric: "few:loss", needed: 2, at_most: 1.0}
+- {name: c, statement: "", metric: "same:loss", needed: 9, at_most: 1.0}
+- {name: d, statement: "", metric: "alike:loss", needed: 10, at_most: 1.0}
+"""
+
+
+@pytest.mark.parametrize("more, needed", [
+    (["--train.seeds 3"], [3, 2, 9, 3]),  # 2.7 rounded up; controls with seeds of their own keep their count
+    (["--train.seeds=20"], [18, 2, 9, 20]),
+    (["train: {seeds: 5}\n"], [5, 2, 9, 5]),
+    (["--train.steps 60"], [9, 2, 9, 10]),
+    (["train: {seeds: 4}\nclaims: [{name: a, statement: b, metric: loss, needed: 2, at_most: 1}]\n"], [2]),
+    (["train: {seeds: 2}\n", "claims: [{name: a, statement: b, metric: loss, needed: 2, at_most: 1}]\n", "--train.seeds 1"], [1]),
+    (["--train.seeds 3 --claims []"], []),
+])  # fmt: skip
+def test_claims_need_as_many_passes_in_proportion(tmp_path, more, needed):
+    assert [claim.needed for claim in load(tmp_path, BASE, CLAIMS, *more).config.claims] == needed
+
+
+def test_a_shipped_config_takes_fewer_seeds_and_says_what_differs():
+    settings = config.load(["copy", "--train.seeds", "3", "--mesh.data", "2"]).config
+    assert settings.train.seeds == 3 and {claim.needed for claim in settings.claims} == {3}
+    assert config.changed_options(settings) == ["train.seeds was 10, now 3"]
+    assert config.changed_options(dataclasses.replace(settings, name="mine")) == []
+    assert config.changed_options(config.read(config.CONFIGS / "copy.yaml")) == []
 
 
 @pytest.mark.slow_except("copy", "smollm2")

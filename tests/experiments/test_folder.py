@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn_experiments import compare
 from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import attention_figure, chip_report
+from jattn_experiments.bench.suite import Results, Row, Suite
+from jattn_experiments.run_page import document
+from jattn_experiments.run_page.keep import keep
 from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
-from jattn_experiments.runs.folder import Busy, Damaged, owned
+from jattn_experiments.runs.folder import Busy, Damaged, owned, write_atomically
 from jattn_experiments.runs.history import Clock, History
 from tests.experiments.processes import ROOT, TINY
+from tests.experiments.test_report import synthetic
 
 
 def flip(file, at, bit=0):
@@ -260,6 +268,83 @@ def test_arrays_that_are_not_ours_are_one_line(tmp_path, capsys, content):
     assert "findings.json: the findings are not what was written" in error_of(capsys, "report", "--run", tmp_path)
     with pytest.raises(Damaged):
         Findings.load(tmp_path)
+
+
+@contextlib.contextmanager
+def room_for(size):
+    """Within it, no file gets larger than so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+SHAPE = {"batch": 1, "num_heads": 1, "head_dim": 64}
+
+
+def write_suite(out, steps):
+    values = {"medians": {"jattn": 2e3}, "length": 512, "case": "full", "passes": "forward", "flops": steps}
+    row = Row("fast", values, {"answers": [values]})
+    for draw, name in ((attention_figure.write_figure, "attention"), (chip_report.write_figure, "chip")):
+        markdown = lambda results: f"{steps} steps" * steps
+        suite = Suite(name, {"fast": ("length",)}, None, None, markdown, None, draw)
+        results = Results(
+            {"environment": {"device": f"a chip of {steps}", "contestants": "jattn"}, "shape": SHAPE}, [row]
+        )
+        suite.write(results, out)
+        suite.write_report(results, out)
+
+
+def write_comparison(out, steps):
+    patterns = np.random.default_rng(steps).random((2, 1, 1, 4, 4))
+    compare._draw(
+        compare.Comparison(np.zeros((1, 1, 1), int), np.ones((1, 1, 1)), None, {}, patterns), out / "a.png", "a", "b"
+    )
+
+
+def write_kept(out, steps):
+    findings = synthetic(name="tiny", look_steps=np.array([0, 1, steps]))
+    for name in ("claims", "config"):
+        write_atomically(out / f"{name}.json", b" " * steps + b"{}")
+    keep(findings, out, out.with_name("kept"), replace=True)
+
+
+WRITERS = {
+    "findings": lambda out, steps: synthetic(claims=[{"steps": steps}] * steps, accuracy=np.random.rand(3, 2)).save(
+        out
+    ),
+    "page": lambda out, steps: document.write_page(synthetic(name=f"{steps} steps"), out),
+    "comparison": write_comparison,
+    "suite": write_suite,
+    "kept": write_kept,
+}
+
+
+@pytest.mark.slow_except("findings", "page", "comparison", "kept")
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_leaves_every_file_whole(writer, tmp_path, monkeypatch):
+    """Whatever file has no room, each is the old one or the new one, and nothing is left beside them."""
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    contents = lambda at: {file.relative_to(at): file.read_bytes() for file in at.rglob("*") if file.is_file()}
+    states = {}
+    for name, steps in (("old", 40), ("new", 50)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        WRITERS[writer](tmp_path / name / "run", steps)
+        states[name] = contents(tmp_path / name)
+    old, new = states.values()
+    assert old.keys() == new.keys() and old != new
+    for size in sorted({0, *(len(content) - 1 for content in new.values())}):
+        shutil.rmtree(tmp_path / "new")
+        shutil.copytree(tmp_path / "old", tmp_path / "new")
+        with pytest.raises(OSError), room_for(size):
+            WRITERS[writer](tmp_path / "new" / "run", 50)
+        after = contents(tmp_path / "new")
+        assert after.keys() == old.keys(), size
+        assert all(after[name] in (old[name], new[name]) for name in after), size
+        if writer == "findings":
+            assert after == old, "parts of one run"
 
 
 def test_seconds_that_are_no_number_are_one_line(tmp_path):

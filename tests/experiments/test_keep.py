@@ -10,7 +10,8 @@ from PIL import Image
 
 from jattn_experiments.__main__ import main
 from jattn_experiments.run_page import document, explorer
-from jattn_experiments.run_page.keep import KEPT_WEIGHTS, PAGE, keep, kept_page, load
+from jattn_experiments.run_page.keep import KEPT_WEIGHTS, PAGE, finished, kept_page, load
+from jattn_experiments.run_page.keep import keep as keep_findings
 from tests.experiments.test_report import EXAMPLES, synthetic
 from tests.web_page import embedded, weights_of
 
@@ -34,6 +35,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "write_figures", lambda _, folder: sorted(folder.iterdir()))
     document.write_page(findings, out)
     return out
+
+
+def keep(run, folder):
+    return keep_findings(finished(run), run, folder)
 
 
 def contents(folder):
@@ -91,6 +96,30 @@ def test_an_earlier_keep_is_replaced_and_other_files_stay(run, tmp_path):
     with Image.open(kept / "turns.png") as picture:
         assert picture.size == (4, 4)
     assert [file.name for file in kept.parent.iterdir()] == ["tiny"]
+
+
+def test_the_results_of_another_config_are_replaced_only_if_that_is_wanted(run, tmp_path, capsys):
+    config = {"name": "tiny", "train": {"steps": 200}, "mesh": {"data": 1}}
+    (run / "config.json").write_text(json.dumps(config))
+    kept = keep(run, tmp_path / "kept")
+    (run / "config.json").write_text(json.dumps(config | {"mesh": {"data": 2}}))
+    keep(run, kept.parent)  # the same config on other devices
+    (kept / "config.json").write_text(json.dumps(config | {"task": {"prior": "dirichlet"}}))
+    keep(run, kept.parent)  # with an option that one of them is too old to have, at its default
+    (run / "config.json").write_text(json.dumps(config | {"train": {"steps": 100}}))
+    error = refused(run, kept.parent, capsys)
+    assert "another config, which --replace replaces: train.steps was 200, now 100" in error
+    assert main(["keep", "--run", str(run), "--to", str(kept.parent), "--replace"]) == 0
+    assert json.loads((kept / "config.json").read_text())["train"] == {"steps": 100}
+    (kept / "notes.txt").write_text("mine")
+    (kept / "summary.json").unlink()
+    assert main(["keep", "--run", str(run), "--to", str(kept.parent), "--replace"]) == 2
+    assert "is not what an earlier keep wrote" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux's folder in which nobody can make another")
+def test_a_folder_that_cannot_be_made_is_the_fault_of_to(run, capsys):
+    assert "/proc/x" in refused(run, Path("/proc/x"), capsys)  # which says that /proc/x is missing
 
 
 def test_a_crash_halfway_loses_nothing(run, tmp_path, monkeypatch):

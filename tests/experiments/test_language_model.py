@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from flax import nnx
 from jattn import heads, interop
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Claim, Config, Evaluate, LanguageModel, Mesh, Model, Task, Train
-from jattn_experiments.measure import head_groups, language_model, saved_model, sequences
+from jattn_experiments.measure import head_groups, language_metrics, language_model, saved_model, sequences
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
 from tests.jattn.test_language_models import CONFIGS, VOCABULARY, tensors_of
@@ -98,6 +99,23 @@ def test_losses_with_heads_off_are_those_of_plain_code(model, data):
     for at, place in enumerate(data.places()):
         np.testing.assert_allclose(loss[at], each[place].mean(), rtol=1e-4)
         np.testing.assert_allclose(right[at], hit[place].mean(), atol=1e-6)
+
+
+def test_a_nan_among_5000_logits_is_no_right_answer():
+    logits = np.zeros((3, 5000), np.float32)
+    logits[:, 7] = 1.0
+    logits[1, 4000] = logits[2] = np.nan
+    loss, right = jax.jit(language_model.answers)(logits, np.full(3, 7))
+    np.testing.assert_allclose(loss, [np.log(4999 + np.e) - 1, np.nan, np.nan], rtol=1e-6)
+    assert right.tolist() == [True, False, False]
+
+
+def test_a_nan_is_neither_a_small_p_value_nor_a_path():
+    others = np.array([0.1, 0.2, 0.3])
+    assert language_metrics.share_as_large(0.25, others) == 0.5
+    assert np.isnan(language_metrics.share_as_large(np.nan, others))
+    assert np.isnan(language_metrics.share_as_large(0.25, np.append(others, np.nan)))
+    assert np.isnan(language_metrics.score_of_strongest(np.array([[0.1, np.nan]]), np.ones((1, 2))))
 
 
 @pytest.mark.slow

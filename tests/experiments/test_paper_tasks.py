@@ -241,6 +241,9 @@ def test_a_turn_is_where_half_of_the_way_is_behind():
     assert row["metric"] == "turn/b - other:turn/a"
     row = claims.judge(config.Claim("x", "", "turn/a", 1, at_most=20), {"": result})
     assert row["passed"] == [7, 8] and row["reference"] == []
+    rising[1, 3] = np.nan  # neither "never" nor a step
+    np.testing.assert_allclose(onset.half_way(np.arange(5) * 10, rising), [20, np.nan, 40])
+    np.testing.assert_allclose(onset.half_fall(np.arange(5) * 10, -rising), [20, np.nan, 40])
 
 
 def test_a_level_is_rested_at_while_the_loss_is_near_it():
@@ -258,6 +261,8 @@ def test_a_level_is_passed_when_the_loss_is_nearer_to_the_next():
         metrics={f"above/{name}": np.array(values) for name, values in above.items()},
     )  # fmt: skip
     assert claims.measure(result, object(), "passes/bigram") == [40, 40]
+    result.metrics["above/bigram"][1, 0] = np.nan
+    np.testing.assert_equal(claims.measure(result, object(), "passes/bigram"), [40, np.nan])
 
 
 def test_what_may_hold_again_is_told_by_the_seeds_that_passed():

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jattn_experiments import compare, config, load_run, replicate
+from jattn_experiments import compare, config, load_run, measure, replicate, run
 from jattn_experiments.__main__ import main
 from jattn_experiments.run_page import document
 from jattn_experiments.runs.findings import Findings
@@ -85,14 +85,37 @@ def test_fresh_seeds_are_drawn_once_for_a_folder(tmp_path):
     assert replicate._first_seed(tmp_path, settings, 10) == 123456
 
 
-def test_a_control_of_its_own_number_of_seeds_keeps_it():
-    control = {"few": {"train.seeds": 3}}
-    claims = [config.Claim("a", "", "loss", 9, at_most=1.0), config.Claim("b", "", "few:loss", 2, at_most=1.0)]
-    settings = config.Config("x", train=config.Train(seeds=10), controls=control, claims=claims)
+def test_a_control_of_its_own_number_of_seeds_keeps_it_and_all_seeds_are_fresh():
+    controls = {"few": {"train.seeds": 3}, "same": {"train.seeds": 10}, "later": {"train.first_seed": 40}}
+    metrics = {"loss": 9, "few:loss": 2, "same:loss": 8, "later:loss": 9}
+    claims = [config.Claim(metric, "", metric, needed, at_most=1.0) for metric, needed in metrics.items()]
+    sweep = {"model.num_heads": [{"model.num_heads": 2, "train.first_seed": 60}]}
+    settings = config.Config("x", train=config.Train(seeds=10), controls=controls, sweep=sweep, claims=claims)
     again = replicate.fresh(settings, 5, 77)
-    assert (again.train.seeds, again.train.first_seed) == (5, 77)
-    assert [claim.needed for claim in again.claims] == [5, 2]
-    assert config.variants(again)["few"].train.first_seed == 77
+    assert [claim.needed for claim in again.claims] == [5, 2, 8, 5]
+    seeds = [(one.train.first_seed, one.train.seeds) for one in (again, *config.variants(again).values())]
+    assert seeds == [(77, 5), (77, 3), (77, 10), (77, 5), (77, 5)]
+    measure.claims.check(again)
+
+
+MINUS = "- {name: less, statement: Less., metric: loss, minus: 'same:loss', at_most: 9.0, needed: 2}\n"
+
+
+@pytest.mark.parametrize("claim, seeds, error", [
+    (MINUS, None, "--replicate: claims.less.minus: expected the seeds of 'loss', got those of 'same:loss'"),
+    ("", 2, "replication holds another run: train.seeds was 2, now 3"),
+])  # fmt: skip
+def test_a_replication_is_refused_before_anything_trains(tmp_path, capsys, claim, seeds, error):
+    file, out = tmp_path / "short.yaml", tmp_path / "out"
+    file.write_text(CONFIG + claim + "controls: {same: {train.seeds: 2}}\n")
+    if seeds:  # another replication is there
+        settings = config.load([str(file)]).config
+        with run.prepared(replicate.fresh(settings, seeds, 50), out / "replication"):
+            pass
+    assert main(["run", str(file), "--out", str(out), "--replicate", "3"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert error in errors[-1] and all(line.startswith("error: ") and "{" not in line for line in errors), errors
+    assert not list(out.rglob("metrics.jsonl"))
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import subprocess
 
 import matplotlib.image
 import numpy as np
 import pytest
 
-from jattn_experiments.run_page import curves, document, figures, plot_data
+from jattn_experiments.run_page import curves, document, figures, plot_data, summary
+from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
 from tests.web_page import embedded, weights_of
 
@@ -235,6 +237,58 @@ def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
     steps = [[frame["step"] for frame in view["frames"]] for view in embedded(read(path))["views"]]
     assert steps == [[0, 10, 20], [0, 20], [0, 20]]
     assert "example 1 has 3 of 4 steps, every other example 2." in path.read_text(encoding="utf-8")
+
+
+def test_a_page_says_which_options_differ_and_what_made_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    shipped = read(document.write_page(synthetic(), tmp_path))
+    assert "Options differ" not in shipped and "<title>tiny copy</title>" in shipped
+    environment = {"jattn": "1.2.3", "commit": "abcdef-dirty", "device": "cpu"}
+    synthetic(changed=["model.num_heads was 4, now <6>"], environment=environment).save(tmp_path)
+    findings = Findings.load(tmp_path)
+    assert findings.title == "tiny copy (changed)" and findings.environment == environment
+    page = read(document.write_page(findings, tmp_path))
+    assert "<title>tiny copy (changed)</title>" in page and "device cpu · jattn 1.2.3 · commit abcdef-dirty" in page
+    assert re.search(r"Options differ.*<code>tiny_copy</code>.*<li>model.num_heads was 4, now &lt;6&gt;</li>", page)
+    assert summary.summary(findings)["changed"] == findings.changed
+
+
+def test_small_scores_do_not_look_like_findings(monkeypatch, tmp_path):
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    numbers = {"clear": (0.9, 0.1), "small": (0.073, 0.069), "weak x": (0.5, 0.1), "mixed": (0.05, 0.069)}
+    rows = [
+        {"seed": 7, "layer": 0, "head": 0, "role": role, "score": score, "null": null, "p_value": 0.025}
+        for role, (score, null) in numbers.items()
+    ]
+    findings = synthetic(heads=rows)
+    page = read(document.write_page(findings, tmp_path))
+    assert re.findall(r'<td( class="soft")?>(clear|small|weak x|mixed)</td>', page) == [
+        ("", "clear"), *((' class="soft"', role) for role in ("small", "weak x", "mixed"))
+    ]  # fmt: skip
+    assert plot_data.role_colours(findings) == {"clear": 2, "small": 3, "weak x": -1, "mixed": -1}
+    assert "than the scores followed in training" not in page  # nothing was
+    run = dataclasses.replace(document.run_page(findings, []), figures={"training": "<svg></svg>"})
+    assert (
+        "than the scores followed in training" in run.html() and "of the sequences followed in training" in run.html()
+    )
+
+
+def test_the_commit_is_that_of_jattn_s_own_checkout(monkeypatch, tmp_path):
+    package = tmp_path / "site-packages" / "jattn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C"]
+    for folder in (tmp_path, package.parent):  # of a user, then of jattn
+        monkeypatch.setattr(devices.jattn, "__file__", str(package / "__init__.py"))
+        assert devices.commit() is None
+        subprocess.run([*git, folder, "init", "-q"], check=True)
+        subprocess.run([*git, folder, "add", "."], check=True)
+        subprocess.run([*git, folder, "commit", "-qm", "first"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}", devices.commit())
+    (package / "__init__.py").write_text("changed")
+    assert re.fullmatch(r"[0-9a-f]{40}-dirty", devices.commit())
+    monkeypatch.setenv("PATH", "")
+    assert devices.commit() is None
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jattn_experiments.run_page import curves, deep_figures, document, explorer, figures, plot_data
+from jattn_experiments.run_page import curves, deep_figures, document, explorer, figures, plot_data, terminal_tables
 from tests.experiments.test_report import read, synthetic
 from tests.web_page import browse, embedded, weights_of
 
@@ -241,6 +241,13 @@ def test_the_clearest_heads_are_of_all_roles():
     assert deep_figures.strongest(findings, 8) == [83, 82, 81, 107, 106, 105, 104]
     unclear = dataclasses.replace(findings, heads=_ranked()[:60])
     assert deep_figures.strongest(unclear, 4) == [53, 52, 59, 58]
+
+
+@pytest.mark.parametrize("side", ["at least", "at most"])
+def test_the_worst_of_numbers_with_a_nan_is_nan(side):
+    numbers = [0.9, float("nan"), 0.4]
+    assert terminal_tables._worst({"side": side}, {"values": numbers}) == "nan"
+    assert terminal_tables._worst({"side": side}, {"values": [0.9, 0.4]}) == {"at least": "0.4", "at most": "0.9"}[side]
 
 
 def test_paths_are_coloured_up_to_the_largest():

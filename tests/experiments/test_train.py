@@ -10,9 +10,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jattn_experiments import config, run, train
+from jattn_experiments import batches, config, run, train
 from jattn_experiments.__main__ import main as run_main
 from jattn_experiments.measure import assemble, claims, evaluate, language_model
 from jattn_experiments.runs.checkpoint import Checkpoints
@@ -144,6 +145,21 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
     assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
 
 
+def test_a_nan_among_5000_numbers_is_kept():
+    """In the loss, in the norm that says whether parameters are finite, and in clipped gradients."""
+    logits = np.zeros((1, 2, 1, 5000), np.float32)
+    logits[0, 1, 0, 4000] = np.nan
+    batch = batches.Batch(
+        tokens=np.zeros((1, 2, 1), int), targets=np.zeros((1, 2, 1), int), target_weights=np.ones((1, 2, 1)),
+        sources=np.zeros((1, 2, 1), int), real=np.ones((1, 2), bool),
+    )  # fmt: skip
+    assert np.isnan(jax.jit(train.loss_of)(logits, batch))
+    assert np.isfinite(jax.jit(train.loss_of)(np.nan_to_num(logits), batch))
+    assert np.isnan(jax.jit(optax.tree.norm)({"x": logits}))
+    clip = optax.clip_by_global_norm(1.0)
+    assert np.isnan(jax.jit(lambda x: clip.update(x, clip.init(x))[0])(logits)[0, 1, 0, 4000])
+
+
 def test_on_one_cpu_device_seeds_share_the_memory_of_one(tiny):
     alone, together = (setup_of(tiny, "--train.batch", "64", "--train.seeds", seeds) for seeds in ("1", "8"))
     compiled = [train.updates(one).lower(one.init(), jnp.arange(2)).compile() for one in (alone, together)]
@@ -241,7 +257,7 @@ def test_a_sweep_of_one_option_has_a_line_for_each_place():
 def test_groups_of_heads_are_switched_off_together(tiny):
     setup = setup_of(tiny)
     params = setup.init()["params"]
-    labels = np.array([[["a", "mixed"]], [["a", "a"]]])
+    labels = np.array([[["a", "weak b"]], [["a", "a"]]])
     accuracies = evaluate.ablate_groups(setup, params, labels)
     assert list(accuracies) == ["a"] and accuracies["a"].shape == (2, 4)
     apply = jax.jit(setup.model.apply)

@@ -55,17 +55,30 @@ def test_heads_without_roles_get_one_as_often_as_the_level_says():
 
 def test_what_is_usual_in_the_same_model_is_weak():
     """Three heads pass both nulls; the baseline of b, whose 95% quantile is 0.38, leaves one of its scores."""
-    scores = {"a": np.array([0.25, 0.1, 0.3]), "b": np.array([0.35, 0.35, 0.9])}
+    scores = {"a": np.array([0.3, 0.1, 0.3]), "b": np.array([0.35, 0.35, 0.9])}
     baseline = {"a": np.full(20, 0.1), "b": np.linspace(0.0, 0.4, 21)}
     roles = heads.roles(scores, null("a", "b"), baseline=baseline)
     assert roles.label.tolist() == ["a", "weak b", "b"]
-    np.testing.assert_allclose(roles.least, [0.1, 0.38, 0.38])
+    least = roles.threshold + 0.1 * (1 - roles.threshold)
+    np.testing.assert_allclose(roles.least, [least[0], 0.38, 0.38])
     plain = heads.roles(scores, null("a", "b"))
-    assert plain.label.tolist() == ["b", "b", "b"] and (plain.least == -np.inf).all()
+    assert plain.label.tolist() == ["b", "b", "b"]
     with pytest.raises(ValueError, match=r"baseline must have the patterns of scores, \['a', 'b'\], got \['a'\]"):
         heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3)})
     with pytest.raises(ValueError, match="none empty"):
         heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3), "b": np.ones(0)})
+
+
+def test_a_score_that_hardly_exceeds_its_null_is_weak():
+    """0.073 passes a null of 0.069 with a p-value of 0.025: it is a tenth of the way to 1 only from 0.1621 on."""
+    nulls = {"a": np.linspace(0.0, 0.069, 39), "b": np.linspace(0.0, 0.9, 39)}
+    alone = heads.roles({"a": np.array([0.073, 0.16, 0.164, 0.05])}, {"a": nulls["a"]}, level=0.025)
+    assert alone.label.tolist() == ["weak a", "weak a", "a", "mixed"] and (alone.p_value[:3] == 0.025).all()
+    np.testing.assert_allclose(alone.threshold, 0.069)  # only what exceeds all 39 has a p-value of 1/40
+    np.testing.assert_allclose(alone.least, 0.1621)
+    # a rises by more, but hardly; b, from its high null, by half of what is left
+    both = heads.roles({"a": np.array([0.15]), "b": np.array([0.94])}, nulls)
+    assert both.label.tolist() == ["b"] and both.score.tolist() == [0.94]
 
 
 def test_a_null_that_could_never_be_passed_is_refused():

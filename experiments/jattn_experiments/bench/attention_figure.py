@@ -11,6 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from jattn_experiments.bench import attention_tables
 from jattn_experiments.bench.suite import Results
 from jattn_experiments.run_page.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
+from jattn_experiments.runs.folder import save_figure
 
 MARKERS = "osD^vP"
 Units = Sequence[tuple[float, str]]  # the largest first
@@ -21,7 +22,7 @@ SIZES: Units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 def write_figure(results: Results, file: Path) -> None:
     """Writes the figure as a PNG."""
     with matplotlib.rc_context(STYLE):
-        attention_figure(results).savefig(file, dpi=DPI, facecolor="white")
+        save_figure(attention_figure(results), file, dpi=DPI, facecolor="white")
 
 
 def attention_figure(results: Results) -> Figure:

@@ -16,6 +16,7 @@ from jattn_experiments.bench.chip_rates import rates_of
 from jattn_experiments.bench.markdown import document, listed, short_number, table
 from jattn_experiments.bench.suite import Results, Row
 from jattn_experiments.run_page.style import DPI, PALETTE, STYLE, WIDTH
+from jattn_experiments.runs.folder import save_figure
 
 TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kernel, "block_sizes"))
 
@@ -280,4 +281,4 @@ def write_figure(results: Results, file: Path) -> None:
                 ax.tick_params(labelsize=7)
                 ax.set_xlabel("TFLOP/s", fontsize=8)
         figure.suptitle(f"Rates on {results.about['environment']['device']}: jattn and others", fontsize=10)
-        figure.savefig(file, dpi=DPI, facecolor="white")
+        save_figure(figure, file, dpi=DPI, facecolor="white")

@@ -4,12 +4,14 @@ from jattn_experiments.config.controls import points_of as points_of
 from jattn_experiments.config.controls import variants as variants
 from jattn_experiments.config.load import CONFIGS as CONFIGS
 from jattn_experiments.config.load import Request as Request
+from jattn_experiments.config.load import changed_options as changed_options
 from jattn_experiments.config.load import differences as differences
 from jattn_experiments.config.load import load as load
 from jattn_experiments.config.load import read as read
 from jattn_experiments.config.parser import Parser as Parser
 from jattn_experiments.config.parser import Processes as Processes
 from jattn_experiments.config.parser import of_plain as of_plain
+from jattn_experiments.config.parser import scaled_claims as scaled_claims
 from jattn_experiments.schema import Claim as Claim
 from jattn_experiments.schema import Config as Config
 from jattn_experiments.schema import Evaluate as Evaluate

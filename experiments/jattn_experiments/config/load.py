@@ -1,14 +1,18 @@
 """Reads the config of an experiment from YAML files and the command line."""
 
+import contextlib
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from jattn_experiments.config.controls import variants
-from jattn_experiments.config.parser import Parser, Processes, build
-from jattn_experiments.schema import Config
+from jattn_experiments.config.parser import Parser, Processes, build, scaled_claims
+from jattn_experiments.schema import Config, Train
 
 # In the package where jattn was installed from a wheel, at the top of a checkout.
 _IN_WHEEL = Path(__file__).parents[1] / "configs"
@@ -30,7 +34,8 @@ def load(arguments: Sequence[str]) -> Request:
     """Reads ``NAME [--out DIR] [--check] [--replicate N] [--sweep OPTION=A,B ...] [--train.steps 500]``.
 
     A NAME is one of ``CONFIGS`` or a YAML file; ``--config NAME`` is the same, anywhere. Later files and options
-    override earlier ones. An error ends the program with one line on stderr and status 2.
+    override earlier ones; if they change ``train.seeds``, the claims need as many passes in proportion. An error ends
+    the program with one line on stderr and status 2.
     """
     parser = Parser(prog="jattn run", description="Trains an experiment and reports on it.")
     parser.usage = "jattn run NAME [options]"
@@ -52,7 +57,7 @@ def load(arguments: Sequence[str]) -> Request:
     parser.add_argument("--local_devices", type=int | None, default=None, help=share)
     try:
         words = _spell_out_sweeps(_find_configs(arguments))
-        config, parsed = build(parser, lambda parser: parser.parse_args(words))
+        config, parsed = build(parser, lambda parser: parser.parse_args(words), _seeds_of_claims(words))
         variants(config)
         processes = _processes(parsed)
         _check_replication(config, parsed["replicate"], parsed["replicate_seed"])
@@ -71,12 +76,19 @@ def _check_replication(config: Config, count: int | None, first: int | None) -> 
         return
     if count < 1:
         raise ValueError(f"replicate: expected > 0, got {count}")
-    most, start = 2**32 - count, config.train.first_seed
-    last = start + config.train.seeds - 1
-    if first is not None and not 0 <= first <= most:
+    if "train.first_seed" in config.sweep:
+        raise ValueError("replicate: expected a sweep of other options, since fresh seeds replace train.first_seed")
+    if first is None:
+        return
+    counts = {name: changed.get("train.seeds", count) for name, changed in config.controls.items()}
+    most = 2**32 - max([count, *counts.values()])
+    if not 0 <= first <= most:
         raise ValueError(f"replicate_seed: expected from 0 to {most}, got {first}")
-    if first is not None and first <= last and start < first + count:
-        raise ValueError(f"replicate_seed: expected other seeds than the run's {start} to {last}, got {first}")
+    for name, one in {"": config, **variants(config)}.items():
+        start, last = one.train.first_seed, one.train.first_seed + one.train.seeds - 1
+        if first <= last and start < first + counts.get(name, count):
+            whose = f"those of {name}," if name else "the run's"
+            raise ValueError(f"replicate_seed: expected other seeds than {whose} {start} to {last}, got {first}")
 
 
 def _processes(parsed: Any) -> Processes | None:
@@ -102,6 +114,26 @@ def _processes(parsed: Any) -> Processes | None:
         if not good:
             raise ValueError(f"{key}: expected {expected}, got {getattr(processes, key)!r}")
     return processes
+
+
+def _seeds_of_claims(words: Sequence[str]) -> int | None:
+    """The ``train.seeds`` of the last file that gives claims, and of what stands before it.
+
+    None if no file gives claims, or an option does: these count the seeds that are trained. A file that is not valid is
+    left to the parser.
+    """
+    seeds, counted = Train().seeds, None
+    for word, value in itertools.pairwise(itertools.chain.from_iterable(word.split("=", 1) for word in [*words, ""])):
+        if word.startswith("--claims"):
+            return None
+        if word == "--train.seeds" and value.isdecimal():
+            seeds = int(value)
+        if word == "--config":
+            with contextlib.suppress(AttributeError, OSError, ValueError, RecursionError, yaml.YAMLError):
+                plain = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+                seeds = plain.get("train", {}).get("seeds", seeds)
+                counted = seeds if plain.get("claims") else counted
+    return counted
 
 
 def _find_configs(arguments: Sequence[str]) -> list[str]:
@@ -148,19 +180,41 @@ def read(file: Path) -> Config:
     return config
 
 
+def changed_options(config: Config) -> list[str]:
+    """One line for each option that differs from the config of that name that comes with jattn; none without one.
+
+    The mesh does not count, since it changes no numbers, and neither does what claims need of another number of seeds.
+    """
+    file = CONFIGS / f"{config.name}.yaml"
+    if not file.is_file():
+        return []
+    shipped = read(file)
+    train = dataclasses.replace(shipped.train, seeds=config.train.seeds)
+    claims = scaled_claims(dataclasses.replace(shipped, train=train), shipped.train.seeds)
+    before, now = (
+        dataclasses.asdict(one) | {"mesh": None} for one in (dataclasses.replace(shipped, claims=claims), config)
+    )
+    return differences(before, now)
+
+
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each key in which two configs, given as nested dicts, differ."""
-    here, there = _flat(now), _flat(saved)
-    return [
-        f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
-        for key in sorted(here.keys() | there.keys())
-        if here.get(key) != there.get(key)
-    ]
+    """One line for each dotted key in which two configs, given as nested dicts, differ; claims go by their names."""
+    lines = []
+    for key in sorted(saved.keys() | now.keys()):
+        there, here = _by_name(saved.get(key)), _by_name(now.get(key))
+        if isinstance(there, dict) and isinstance(here, dict):
+            lines += [f"{key}.{line}" for line in differences(there, here)]
+        elif isinstance(here, dict) and not there:
+            lines.append(f"{key} is new")
+        elif isinstance(there, dict) and not here:
+            lines.append(f"{key} is gone")
+        elif there != here:
+            lines.append(f"{key} was {saved.get(key)!r}, now {now.get(key)!r}")
+    return lines
 
 
-def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys."""
-    flat = {}
-    for key, value in plain.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _by_name(value: Any) -> Any:
+    """A list of dicts with names as a dict of them; anything else as it is."""
+    named = isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)
+    entries = {one["name"]: one for one in value} if named else {}
+    return entries if entries and len(entries) == len(value) else value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import jsonargparse
 import yaml
 
-from jattn_experiments.schema import SECTIONS, Config
+from jattn_experiments.schema import SECTIONS, Claim, Config, Kind
 
 
 class Processes(NamedTuple):
@@ -68,12 +69,34 @@ def _load_yaml_once(text: str) -> Any:
 jsonargparse.set_loader("yaml", _load_yaml_once, exceptions=(yaml.YAMLError,))
 
 
+def scaled_claims(config: Config, seeds: int) -> list[Claim]:
+    """The claims of ``config``, which count the passes of ``seeds`` seeds, for as many as it trains, rounded up.
+
+    A control that sets ``train.seeds`` keeps its count, and so does a claim about a saved model.
+    """
+    fixed = {name for name, changed in config.controls.items() if "train.seeds" in changed}
+    fixed |= set() if config.kind is Kind.TRAINING else {""}
+
+    def scaled(claim: Claim) -> Claim:
+        if claim.metric.rpartition(":")[0] in fixed:
+            return claim
+        return dataclasses.replace(claim, needed=math.ceil(claim.needed * config.train.seeds / seeds))
+
+    return [scaled(claim) for claim in config.claims]
+
+
 def of_plain(plain: dict[str, Any]) -> Config:
     """The config of nested dicts. Raises ``ValueError`` or ``argparse.ArgumentError`` if it is not valid."""
     return build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))[0]
 
 
-def build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> tuple[Config, Any]:
+def build(
+    parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace], seeds: int | None = None
+) -> tuple[Config, Any]:
+    """The config that ``parse`` reads, and all that it reads; ``seeds``: how many the claims count, if not its own.
+
+    Raises ``ValueError`` or ``argparse.ArgumentError`` if it is not valid.
+    """
     parser.add_class_arguments(Config, None)
     parsed = parse(parser)
     for section in SECTIONS:
@@ -81,6 +104,8 @@ def build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> 
             raise ValueError(f"{section}: expected options, got {parsed[section]!r}")
     values = parser.instantiate(parsed)
     config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
+    if seeds:
+        config = dataclasses.replace(config, claims=scaled_claims(config, seeds))
     from jattn_experiments.config import rules  # slow to import: an option that does not parse need not wait for JAX
 
     rules.check(config)
@@ -93,6 +118,8 @@ def one_line(message: str) -> str:
     if wrong := re.fullmatch(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', message):
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong[2])
         return f"{wrong[1]}: expected {expected}, got {wrong[3]}"
+    if unknown := re.search(r'Parser key "claims": (\w+\.[\w.]+): no such option', message):
+        return f"claims.{unknown[1]}: no such option; give claims as a whole, such as --claims '[]' for none"
     if unknown := re.search(r"(?:Group '(\w+)' does not accept option|[Oo]ption) '([\w.]+)'", message):
         message = f"unrecognized arguments: --{unknown[1] + '.' if unknown[1] else ''}{unknown[2]}"
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", message):

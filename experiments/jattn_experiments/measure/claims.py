@@ -187,11 +187,15 @@ def _best(scores: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _passes(result: Result, level: str) -> np.ndarray:
-    """``[R]``: the first step at which the loss is nearer to ``level`` than to the one before; the last if none is."""
+    """``[R]``: the first step at which the loss is nearer to ``level`` than to the one before; the last if none is.
+
+    NaN if the loss is, at some step.
+    """
     levels = tasks.make(result.config.task).levels
-    nearer = -result.metrics[ABOVE + levels[levels.index(level) - 1]] > result.metrics[ABOVE + level]
+    before, after = (result.metrics[ABOVE + name] for name in (levels[levels.index(level) - 1], level))
+    nearer = -before > after
     first = np.where(nearer.any(-1), nearer.argmax(-1), -1)
-    return result.metric_steps[first]
+    return np.where(np.isnan(before + after).any(-1), np.nan, result.metric_steps[first])
 
 
 def turn(result: Result, name: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jattn import heads
-from jattn.heads import MIXED
+from jattn.heads import MIXED, WEAK
 from jattn_experiments import head_scores, train
 from jattn_experiments.batches import Batch, Patch
 from jattn_experiments.model import Transformer, layer_by_layer
@@ -192,7 +192,6 @@ def _null_batch(setup: Setup, key: Array) -> Batch:
 
 def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:
     """``{role: [R,A]}``: accuracy with all heads of a role switched off; ``labels [R,L,N]``."""
-    roles = [str(role) for role in np.unique(labels) if role != MIXED]
 
     def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
         batch = _test_batch(setup, key)
@@ -200,7 +199,12 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
         return train.judge(setup.model.apply(params, batch.tokens, at=batch.at, per_layer=per_layer), batch)[0]
 
     every_seed = _every_seed(accuracy, setup)
-    return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}
+    return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in clear_roles(labels)}
+
+
+def clear_roles(labels: np.ndarray) -> list[str]:
+    """The roles among the labels that are neither mixed nor weak."""
+    return [str(role) for role in np.unique(labels) if role != MIXED and not str(role).startswith(WEAK)]
 
 
 def drops(measured: Measured) -> np.ndarray:

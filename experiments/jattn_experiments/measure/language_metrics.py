@@ -31,7 +31,12 @@ class Measure(NamedTuple):
 
 
 def share_as_large(value: float, others: np.ndarray) -> float:
-    """The p-value of ``value`` among random groups: the share of all that are at least as large, itself included."""
+    """The p-value of ``value`` among random groups: the share of all that are at least as large, itself included.
+
+    NaN if one of the numbers is.
+    """
+    if np.isnan([value, *others]).any():  # which is at least as large as nothing
+        return np.nan
     return float((1 + (others >= value).sum()) / (1 + len(others)))
 
 
@@ -64,6 +69,8 @@ def metrics_of(
 
 def score_of_strongest(scores: np.ndarray, previous_token: np.ndarray) -> float:
     """How much the head whose path into the keys matters most, ``scores [L,N]``, attends to the token before."""
+    if np.isnan(scores).any():
+        return np.nan
     return float(previous_token.ravel()[scores.argmin()])
 
 

@@ -139,14 +139,20 @@ def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Judge:
         def one_sequence(tokens: Array) -> tuple[Array, Array]:
             whole = model.whole(state)
             logits = whole.logits(whole(tokens[None], per_layer=per_layer))[0, :-1].astype(jnp.float32)
-            right = jnp.take_along_axis(logits, tokens[1:, None], 1)[:, 0]
-            return jax.nn.logsumexp(logits, -1) - right, right >= logits.max(-1)
+            return answers(logits, tokens[1:])
 
         # One after another: the logits of all would take more memory than the model.
         loss, right = jax.lax.map(one_sequence, tokens)
         return jnp.stack([jnp.stack([x.mean(where=place) for place in places]) for x in (loss, right)])
 
     return lambda gates: np.asarray(of(model.state, jnp.asarray(gates, jnp.float32)))
+
+
+def answers(logits: Array, tokens: Array) -> tuple[Array, Array]:
+    """``[T]`` each, of ``logits [T,V]``: the loss of the right ``tokens [T]``, and whether no other is likelier."""
+    right = jnp.take_along_axis(logits, tokens[:, None], 1)
+    # Compared with each, because JAX's maximum on a CPU drops NaN from 4096 numbers on.
+    return jax.nn.logsumexp(logits, -1) - right[:, 0], (right >= logits).all(-1)
 
 
 def _measured(

@@ -72,7 +72,7 @@ def metrics_of(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
         metrics[f"stable/{over}"] = Measure([values[0]], list(values[1:]), "95% interval")
     top = set(strongest(measured["patterns"]["induction"], TOP))
     metrics["same/induction"] = Measure([len(top & set(measured["group"])) / len(measured["group"])])
-    metrics["twin/retrieval"] = Measure([float(max(twin["scores"].max() for twin in measured["twins"]))])
+    metrics["twin/retrieval"] = Measure([float(np.max([twin["scores"] for twin in measured["twins"]]))])
     return metrics | _metrics_of_groups(config, measured) | _metrics_of_looks(config, measured)
 
 

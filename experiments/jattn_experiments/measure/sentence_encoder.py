@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from rich.progress import track
 
 from jattn import heads, interop
-from jattn.heads import MIXED
 from jattn_experiments import head_scores
 from jattn_experiments.config import Config, SentenceEncoder
 from jattn_experiments.measure import claims, evaluate, saved_model
@@ -180,7 +179,7 @@ def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray
         per_layer = [{"head_gate": gate} for gate in gates]
         return qualities(embed(model, sentences.tokens, sentences.valid, per_layer=per_layer), sentences.groups)
 
-    roles = [str(role) for role in np.unique(labels) if role != MIXED]
+    roles = evaluate.clear_roles(labels)
     return {role: np.asarray(without(model, jnp.asarray(labels != role, jnp.float32)))[None] for role in roles}
 
 

@@ -87,7 +87,7 @@ def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
             if np.median(best.max(1) - best[:, 0]) >= RISE:
                 where = f", layer {layer}" if values.shape[2] > 1 else ""
                 changes.append((plain(name) + where, half_way(findings.look_steps, best)))
-    return sorted(changes, key=lambda row: float(np.median(row[1])))
+    return sorted(changes, key=lambda row: float(np.nan_to_num(np.median(row[1]), nan=np.inf)))
 
 
 def curve_panels(findings: Findings) -> list[Panel]:

@@ -132,7 +132,7 @@ def heads_figure(findings: Findings) -> Figure:
     missing = -len(chosen) % across
     grid = np.concatenate([weights, np.zeros((missing, *weights.shape[1:]))]).reshape(-1, across, *weights.shape[1:])
     titles = names + [""] * missing
-    title = f"{plain(findings.name)}: the {len(chosen)} clearest heads of all roles, example 1"
+    title = f"{findings.title}: the {len(chosen)} clearest heads of all roles, example 1"
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         return head_grid(grid, tokens, vmax=float(grid.max()), titles=titles, title=title, panel_size=1.5)
 

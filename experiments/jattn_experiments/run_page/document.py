@@ -13,7 +13,14 @@ from typing import Any
 from jattn.reports._html_page import Page
 from jattn_experiments.run_page.explorer import Explorer, explorer
 from jattn_experiments.run_page.figures import write_figures
-from jattn_experiments.run_page.sections import about_section, claims_section, controls_table, escaped, heads_section
+from jattn_experiments.run_page.sections import (
+    about_section,
+    claims_section,
+    controls_table,
+    escaped,
+    heads_section,
+    lead_section,
+)
 from jattn_experiments.run_page.summary import summary
 from jattn_experiments.run_page.svg import inline, shades
 from jattn_experiments.runs.findings import Findings, plain
@@ -51,17 +58,20 @@ class RunPage:
         slots |= {f"{name}_figure": f"<figure>{svg}</figure>" for name, svg in self.figures.items()}
         sections = _with_figures(_read("sections.html"), self.figures)
         size = [f"{len(seeds)} seed{'s' * (len(seeds) > 1)}", f"{shown.last_step} steps"]
-        size += [f"{key} {environment[key]}" for key in ("device", "seconds") if key in environment]
-        lead = f'<p>{escaped(self.config["description"])}</p><p class="soft">{escaped(" · ".join(size))}</p>'
+        size += [f"{key} {environment[key]}" for key in ("device", "seconds", "jattn") if key in environment]
+        size += [f"commit {commit}"] if (commit := environment.get("commit")) else []
+        changed, trained = self.summary.get("changed", []), "training" in self.figures
+        followed = " They are of the sequences followed in training, the tables of heads of others, and of more."
+        lead = lead_section(self.summary["name"], self.config["description"], changed, size)
         page = Page(
-            plain(self.summary["name"]),
+            plain(self.summary["name"]) + " (changed)" * bool(changed),
             shown.heads,
             shown.columns,
             shown.numbers,
             shown.views,
             note=f"Seed {seeds[0]}. {shown.note()}",
-            numbers_note=f"Scores of seed {seeds[0]} at the step shown above.",
-            before=lead + claims_section(self.claims) + heads_section(self.summary["heads"]),
+            numbers_note=f"Scores of seed {seeds[0]} at the step shown above." + followed * trained,
+            before=lead + claims_section(self.claims) + heads_section(self.summary["heads"], trained),
             # one pass: values may have braces
             after=re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], sections),
             style=f":root {{ {shades()} }}\n" + _read("style.css"),

@@ -161,7 +161,7 @@ def heads_figure(findings: Findings) -> Figure:
         titles += [name.partition("\n")[0] + f"\n{plot_data.first_look(findings)}" for name in names] + names
     panel = (max(WIDTH, 1.5 + 1.05 * columns) - 1.5) / columns - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
-        title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"
+        title = f"{findings.title}: example 1, seed {findings.seeds[0]}"
         return head_grid(rows, tokens, vmax=float(rows.max()), titles=titles, title=title, panel_size=panel)
 
 

@@ -4,6 +4,9 @@
 shows: its figures as SVG, the explorer's names and scores as JSON, and weights of heads, of one byte each.
 """
 
+import argparse
+import contextlib
+import dataclasses
 import io
 import json
 import shutil
@@ -18,6 +21,7 @@ from PIL import Image
 
 from jattn.reports._html_page import Head, Numbers, View
 from jattn.reports._pack_weights import Frame
+from jattn_experiments.config import differences, of_plain
 from jattn_experiments.run_page.document import RunPage, run_page
 from jattn_experiments.run_page.explorer import Explorer
 from jattn_experiments.runs.findings import Findings
@@ -30,23 +34,32 @@ LEVELS = 255  # of a kept weight
 FIGURES = "figures/"
 
 
-def keep(run: Path, folder: Path) -> Path:
+def finished(run: Path) -> Findings:
+    """The findings of a run that has finished. Raises ``FileNotFoundError`` if it has not."""
+    (run / "report.html").stat()  # written last
+    return Findings.load(run)
+
+
+def keep(findings: Findings, run: Path, folder: Path, replace: bool = False) -> Path:
     """Writes ``folder/NAME`` from a finished ``run``, or rewrites what an earlier ``keep`` wrote there; returns it.
 
     Of the run's pictures it takes those that are there already, because a document shows them. Other files in it stay.
     Each file is replaced by a complete one, so stopping halfway loses nothing.
 
     Raises:
-        FileNotFoundError: the run has not finished.
-        FileExistsError: ``folder/NAME`` is something else: the run, a folder inside or around it, or a user's.
+        FileExistsError: ``folder/NAME`` is something else: the run, a folder inside or around it, or a user's; or,
+            unless ``replace``, it holds the results of another config.
     """
-    findings = Findings.load(run)
     target = folder / findings.name
     _check(run, target)
+    if not replace and (target / "summary.json").exists():
+        if different := differences(_config_in(target), _config_in(run)):
+            raise FileExistsError(
+                f"{str(target)!r} holds the results of another config, which --replace replaces: {'; '.join(different)}"
+            )
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:
         out = Path(beside)
-        (run / "report.html").stat()  # written last
         for name in ("claims.json", "config.json"):
             shutil.copy(run / name, out / name)
         page = run_page(findings, (run / "figures").glob("*.svg"))
@@ -74,6 +87,17 @@ def _check(run: Path, target: Path) -> None:
         earlier = {}
     if earlier.get("name") != target.name or "environment" not in earlier:
         raise FileExistsError(f"{str(target)!r} is not what an earlier keep wrote; choose another folder")
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """The config in a folder, with options that it is too old to have; without the mesh, which changes no numbers."""
+    try:
+        plain = read_json(folder / "config.json", dict, "the config of a run")
+    except (OSError, Damaged):
+        return {}
+    with contextlib.suppress(argparse.ArgumentError, ValueError):  # another version's
+        plain = dataclasses.asdict(of_plain(plain))
+    return plain | {"mesh": None}
 
 
 def kept_page(folder: Path) -> RunPage:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from jattn.heads import MIXED, WEAK
 from jattn_experiments.runs.findings import Findings, plain
 
 WHEN = ("untrained", "trained")
@@ -246,11 +247,11 @@ def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
 
 
 def role_colours(findings: Findings) -> dict[str, int]:
-    """A colour for each role of the first seed's heads: the place's if the role is a place, ink for mixed heads."""
+    """A colour for each role of the first seed's heads: the place's if it is a place, ink for mixed and weak heads."""
     places = [plain(place) for place in findings.places]
     roles = sorted({plain(row["role"]) for row in findings.heads if row["seed"] == findings.seeds[0]})
     colours = {role: places.index(role) if role in places else -1 for role in roles}
-    others = (role for role in roles if role not in places and role != "mixed")
+    others = (role for role in roles if role not in places and role != MIXED and not role.startswith(WEAK))
     after = range(len(places), len(places) + PALETTE_SIZE)
     free = (at % PALETTE_SIZE for at in after if at % PALETTE_SIZE not in colours.values())
     return colours | dict(zip(others, free, strict=False))

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jattn.heads import MIXED, WEAK
+from jattn.heads._roles import RISE
 from jattn_experiments.run_page.curves import in_unit
 from jattn_experiments.run_page.plot_data import by_metric
 from jattn_experiments.runs.findings import plain
@@ -33,6 +35,18 @@ def _digits(value: Any) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and bool(np.isfinite(value))
+
+
+def lead_section(name: str, description: str, changed: Sequence[str], facts: Sequence[str]) -> str:
+    """What the run is of, how it differs from the config of its name that comes with jattn, and short facts."""
+    options = ""
+    if changed:
+        lines = "".join(f"<li>{escaped(line)}</li>" for line in changed)
+        options = (
+            f"<p><strong>Options differ</strong> from those of the config <code>{escaped(name)}</code> that comes with "
+            f"jattn, for which the text below was written:</p><ul>{lines}</ul>"
+        )
+    return f'{options}<p>{escaped(description)}</p><p class="soft">{escaped(" · ".join(facts))}</p>'
 
 
 def claims_section(claims: Sequence[Mapping[str, Any]]) -> str:
@@ -111,16 +125,18 @@ def _line(marks: Sequence[tuple[float, str, str]], small: bool = False, scale: S
     return f'<svg class="strip" height="{24 if small else 36}" aria-hidden="true">{"".join(parts)}</svg>'
 
 
-def heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
-    """The table of heads; empty without them."""
+def heads_section(heads: Sequence[Mapping[str, Any]], trained: bool) -> str:
+    """The table of heads; empty without them. ``trained``: whether their scores were followed in training."""
     if not heads:
         return ""
     names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
     names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
     names += '<th class="meter">○ null · ● score</th>'
+    others = " They are of other sequences, and of more, than the scores followed in training." if trained else ""
     note = (
-        '<p class="soft">A head has a role if its score exceeds the null, the score heads without it may reach; a weak '
-        "one is not above what is usual in its model. A click on a column's name sorts by it.</p>"
+        f'<p class="soft">Scores are shares, from 0 to 1.{others} A head has a role if its score exceeds the null, the '
+        "score that heads without it may reach. A weak role, in grey, exceeds it by less than a tenth of what is left "
+        "to 1, or is not above what is usual in its model. A click on a column's name sorts by it.</p>"
     )
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(map(_head_row, heads))}</tbody></table>"
     return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
@@ -131,7 +147,10 @@ def _head_row(row: Mapping[str, Any]) -> str:
     marks = [(null, "untrained", f"null: {_digits(null)}")] if _is_number(null) else []
     marks += [(score, "seed", f"score: {_digits(score)}")] if _is_number(score) else []
     cells = "".join(f'<td class="number">{escaped(row[key])}</td>' for key in ("seed", "layer", "head"))
-    cells += f"<td>{escaped(plain(row['role']))}</td>"
+    clear = not (row["role"] == MIXED or row["role"].startswith(WEAK))
+    small = _is_number(score) and _is_number(null) and score < null + RISE * (1 - null)  # of older runs, too
+    style = "" if clear and not small else ' class="soft"'
+    cells += f"<td{style}>{escaped(plain(row['role']))}</td>"
     for value, places in ((score, ".3f"), (null, ".3f"), (p_value, ".3g")):
         cells += f'<td class="number">{format(value, places) if _is_number(value) else _digits(value)}</td>'
     return f'<tr>{cells}<td class="meter">{_line(marks, small=True) if marks else ""}</td></tr>'
@@ -151,7 +170,8 @@ def controls_table(controls: Sequence[Mapping[str, Any]]) -> str:
 
 def about_section(environment: Mapping[str, object], config: Mapping[str, Any]) -> str:
     """The versions, and the config."""
-    tables = f"<h2>Environment</h2>{_pairs(environment)}<h2>Config</h2>{_pairs(_flat(config))}"
+    versions = {name: "–" if value is None else value for name, value in environment.items()}
+    tables = f"<h2>Environment</h2>{_pairs(versions)}<h2>Config</h2>{_pairs(_flat(config))}"
     return f'<section id="about">{tables}</section>'
 
 

@@ -3,7 +3,7 @@
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from jattn_experiments.runs.findings import Findings, plain
+from jattn_experiments.runs.findings import Findings
 
 # Okabe and Ito's colours (2008), ordered so that neighbours also differ in lightness; dashes separate them in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A6A00", "#555555")
@@ -38,5 +38,5 @@ WIDTH = 9.0  # inches: at a README's 900 pixels the smallest text is 11 pixels h
 
 def titled(figure: Figure, findings: Findings, title: str) -> Figure:
     """The figure, with the run's name and the title above it."""
-    figure.suptitle(f"{plain(findings.name)}: {title}", fontsize=10)
+    figure.suptitle(f"{findings.title}: {title}", fontsize=10)
     return figure

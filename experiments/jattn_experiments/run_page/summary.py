@@ -14,6 +14,7 @@ def summary(findings: Findings) -> dict[str, Any]:
     between = findings.divergence[:, :, pairs[0], pairs[1]]
     return {
         "name": findings.name,
+        "changed": findings.changed,
         "environment": findings.environment,
         "seeds": findings.seeds,
         "places": findings.places,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from jattn.heads import MIXED, WEAK
@@ -26,7 +27,7 @@ def show(findings: Findings) -> None:
         heads.add_row(*(str(row[key]) for key in ("seed", "layer", "head", "role")), *numbers)
     claims = Table("claim", "worst", "threshold", "compared with", "seeds", "", title="claims", title_justify="left")
     for row in findings.claims:
-        best = max if row["side"] == "at least" else min
+        best = np.max if row["side"] == "at least" else np.min
         reference = f"{best(row['reference']):.4g}" if row["reference"] else "–"
         threshold = f"{row['side']} {row['threshold']:g}"
         claims.add_row(row["name"], _worst(row, row), threshold, reference, _passed(row), _verdict(row))
@@ -44,7 +45,7 @@ def show(findings: Findings) -> None:
 
 
 def _worst(claim: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    worst = min if claim["side"] == "at least" else max
+    worst = np.min if claim["side"] == "at least" else np.max  # Python's lose NaN
     return f"{worst(row['values']):.4g}"
 
 

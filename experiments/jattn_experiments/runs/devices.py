@@ -9,7 +9,9 @@ communication (``jattn.sharding``); XLA inserts the rest. Random numbers depend 
 import contextlib
 import itertools
 import platform
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -20,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jattn
 from jattn.sharding import HeadParallel, Ring, to_zigzag
 from jattn_experiments import config
 
@@ -163,13 +166,27 @@ def everywhere(good: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(good))))
 
 
-def environment(seconds: float) -> dict[str, str]:
+def environment(seconds: float) -> dict[str, str | None]:
     """The versions and device of a run, and how long it took."""
     device = jax.devices()[0]
     return {
+        "jattn": jattn.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "flax": flax.__version__,
         "device": f"{jax.device_count()} x {device.device_kind}",
         "seconds": f"{seconds:.0f}",
     }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that jattn is imported from, "-dirty" if files differ from it; None without one."""
+    root = Path(jattn.__file__).parents[1]
+    if not (root / ".git").exists():  # where jattn is installed, git would name a commit of whatever is around it
+        return None
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or one that does not trust the folder
+        return None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
+from jattn_experiments.runs.folder import Damaged, read_json, write_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Findings:
     name: str  # of the experiment, as in its config
     description: str  # one or two sentences for the top of the report
     config: dict[str, Any]  # the resolved config
-    environment: dict[str, str]  # versions, device, seconds
+    environment: dict[str, str | None]  # versions, the commit of jattn, device, seconds
     seeds: list[int]
     places: list[str]  # read-outs, e.g. ["one back", "five back", "mirror", "same key"]
     tokens: list[list[str]]  # labels of the T tokens of each of the I examples
@@ -63,9 +63,16 @@ class Findings:
     # holds}: values per seed, reference what they are compared with (untrained models, or what reference_name says),
     # passed and failed the seeds, side "at least" or "at most"
     claims: list[dict[str, Any]]
+    # a line for each option that differs from the config of that name that comes with jattn
+    changed: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The name for people to read, with a word if options differ from the config that comes with jattn."""
+        return plain(self.name) + " (changed)" * bool(self.changed)
 
     def save(self, folder: Path) -> None:
-        """Writes ``findings.npz`` (arrays) and ``findings.json`` (the rest) into ``folder``."""
+        """Writes ``claims.json``, ``findings.npz`` (arrays) and ``findings.json`` (the rest) into ``folder``."""
         plain, arrays = {}, {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -77,9 +84,17 @@ class Findings:
                 plain[field.name] = value
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
-        write_atomically(folder / "findings.npz", content.getvalue())
         plain = {"sha256": _digest(plain, content.getvalue())} | plain
-        write_atomically(folder / "findings.json", json.dumps(plain, indent=1).encode())  # last: without it, unfinished
+        texts = {
+            name: json.dumps(part, indent=1).encode() for name, part in (("claims", self.claims), ("findings", plain))
+        }
+        write_together(
+            {
+                folder / "claims.json": texts["claims"],
+                folder / "findings.npz": content.getvalue(),
+                folder / "findings.json": texts["findings"],  # last: without it, unfinished
+            }
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "Findings":

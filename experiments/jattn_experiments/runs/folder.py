@@ -1,9 +1,10 @@
 """The folder of a run: its owner, atomic writes, and errors for damaged files."""
 
 import contextlib
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,31 @@ def owned(out: Path) -> Iterator[None]:
 
 def write_atomically(file: Path, content: bytes) -> None:
     """Writes ``file`` so that it always holds the old content or the new."""
-    unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
+    write_together({file: content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Writes each file atomically, and none if a full disk has no room for all: they are moved once all are written."""
+    unfinished = {file.with_name(file.name + ".tmp"): file for file in contents}
+    try:
+        for beside, file in unfinished.items():
+            with beside.open("wb") as stream:
+                stream.write(contents[file])
+                stream.flush()
+                os.fsync(stream.fileno())
+    except BaseException:
+        for beside in unfinished:
+            beside.unlink(missing_ok=True)
+        raise
+    for beside, file in unfinished.items():
+        beside.replace(file)
+
+
+def save_figure(figure: Any, file: Path, **options: Any) -> None:
+    """Matplotlib's ``figure.savefig(file, **options)``, atomically."""
+    content = io.BytesIO()
+    figure.savefig(content, format=file.suffix[1:] or None, **options)
+    write_atomically(file, content.getvalue())
 
 
 def read_json(file: Path, expected: type, what: str) -> Any:
