@@ -262,7 +262,7 @@ def test_claims_need_as_many_passes_in_proportion(tmp_path, more, needed):
 
 
 def test_a_shipped_config_takes_fewer_seeds_and_says_what_differs():
-    settings = config.load(["copy", "--train.seeds", "3", "--mesh.data", "2"]).config
+    settings = config.load(["copy", "--train.seeds", "3", "--mesh.data", "2", "--description", "Mine."]).config
     assert settings.train.seeds == 3 and {claim.needed for claim in settings.claims} == {3}
     assert config.changed_options(settings) == ["train.seeds was 10, now 3"]
     assert config.changed_options(dataclasses.replace(settings, name="mine")) == []

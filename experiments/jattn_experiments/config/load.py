@@ -183,7 +183,8 @@ def read(file: Path) -> Config:
 def changed_options(config: Config) -> list[str]:
     """One line for each option that differs from the config of that name that comes with jattn; none without one.
 
-    The mesh does not count, since it changes no numbers, and neither does what claims need of another number of seeds.
+    The mesh and the description do not count, since they change no numbers, and neither does what claims need of
+    another number of seeds.
     """
     file = CONFIGS / f"{config.name}.yaml"
     if not file.is_file():
@@ -192,7 +193,8 @@ def changed_options(config: Config) -> list[str]:
     train = dataclasses.replace(shipped.train, seeds=config.train.seeds)
     claims = scaled_claims(dataclasses.replace(shipped, train=train), shipped.train.seeds)
     before, now = (
-        dataclasses.asdict(one) | {"mesh": None} for one in (dataclasses.replace(shipped, claims=claims), config)
+        dataclasses.asdict(one) | {"mesh": None, "description": ""}
+        for one in (dataclasses.replace(shipped, claims=claims), config)
     )
     return differences(before, now)
 

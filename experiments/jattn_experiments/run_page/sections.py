@@ -44,7 +44,7 @@ def lead_section(name: str, description: str, changed: Sequence[str], facts: Seq
         lines = "".join(f"<li>{escaped(line)}</li>" for line in changed)
         options = (
             f"<p><strong>Options differ</strong> from those of the config <code>{escaped(name)}</code> that comes with "
-            f"jattn, for which the text below was written:</p><ul>{lines}</ul>"
+            f"jattn, whatever the text below says:</p><ul>{lines}</ul>"
         )
     return f'{options}<p>{escaped(description)}</p><p class="soft">{escaped(" · ".join(facts))}</p>'
 
