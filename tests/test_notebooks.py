@@ -62,6 +62,11 @@ def test_what_a_notebook_links_to_is_on_the_site_or_in_the_repository():
             assert link.startswith(("https://", "http://", "#", "attachment:")), (page, link)
 
 
+def test_a_page_that_has_no_notebook_is_one_line():
+    with pytest.raises(SystemExit, match=r"^error: expected pages among start, .*, got docs/masks\.md$"):
+        notebooks.main(["masks", "docs/masks.md"])
+
+
 def test_the_first_cell_installs_what_the_page_needs():
     first = "".join(notebooks.notebook("report")["cells"][0]["source"])
     extras, weights = first.splitlines()

@@ -40,6 +40,15 @@ def site(tmp_path_factory):
     return out / "site"
 
 
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "conf.py").write_text("mine")
+    command = [sys.executable, ROOT / "docs" / "site" / "build.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "is no site that was built here" in done.stderr, done.stderr
+    assert [file.read_text() for file in tmp_path.rglob("*") if file.is_file()] == ["mine"]
+
+
 def pages(site):
     return sorted(page for page in site.rglob("*.html") if "_modules" not in page.parts)
 

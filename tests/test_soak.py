@@ -188,8 +188,9 @@ def test_what_counts_as_a_difference():
 
 def a_run(folder):
     """A run's files, as `crash.difference` compares them."""
-    (folder / "looks").mkdir(parents=True)
-    np.savez(folder / "looks" / "00000002.npz", x=np.arange(3))
+    for file in ("looks/00000002.npz", "controls/wide/looks/00000002.npz", "parts/twin 0/sinks 1.npz"):
+        (folder / file).parent.mkdir(parents=True)
+        np.savez(folder / file, x=np.arange(3))
     np.savez(folder / "findings.npz", x=np.arange(3))
     (folder / "findings.json").write_text('{"environment": {}, "seeds": [0]}')
     (folder / "claims.json").write_text("[]")
@@ -198,17 +199,33 @@ def a_run(folder):
     return folder
 
 
-@pytest.mark.parametrize("name", ["looks/00000002.npz", "findings.npz", "findings.json", "claims.json", "metrics.jsonl", "report.html"])  # fmt: skip
+@pytest.mark.parametrize("name", ["looks/00000002.npz", "parts/twin 0/sinks 1.npz", "findings.npz", "findings.json", "claims.json", "metrics.jsonl", "report.html"])  # fmt: skip
 def test_crash_trials_see_numbers_that_differ(tmp_path, name):
     whole, out = a_run(tmp_path / "whole"), a_run(tmp_path / "out")
     assert crash.difference(out, whole) == ""
     if name.endswith("npz"):
         np.savez(out / name, x=np.arange(3) + 1)
+        assert crash.difference(out, whole) == name
+        (out / name).unlink()
     else:
         (out / name).write_text('{"seeds": [1]}')
     assert crash.difference(out, whole) == name
     if name == "claims.json":
         assert crash.difference(out, whole, added=[name]) == ""
+
+
+def test_crash_trials_stop_runs_in_every_phase(tmp_path):
+    whole, rng = a_run(tmp_path), np.random.default_rng(0)
+    (whole / "replication" / "checkpoints" / "40" / "arrays").mkdir(parents=True)
+    for name in ("arrays/data", "contents.json"):
+        (whole / "replication" / "checkpoints" / "40" / name).touch()
+    files = [crash.drawn_file(whole, rng) for _ in range(300)]
+    saves = {"controls/wide/looks", "replication/checkpoints", "looks", "parts/twin 0"}
+    assert {crash.phase(file) for file in files} == saves | {"findings", "claims", "metrics", "report"}
+    saved = {file.relative_to("replication/checkpoints").parts for file in files if "checkpoints" in file.parts}
+    assert {"4", "8.tmp", "36"} <= {step for step, *_ in saved} and {"arrays", "contents.json"} <= {
+        x[-1] for x in saved
+    }
 
 
 def test_crash_trials_damage_files(tmp_path):

@@ -55,6 +55,9 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.MULTILINE | 
 
 def main() -> int:
     """Builds the site; returns the exit status."""
+    if SITE.exists() and not (SITE / "objects.inv").exists():  # docs/site, for one
+        print(f"error: {SITE} is no site that was built here; remove it or choose another folder", file=sys.stderr)
+        return 2
     shutil.rmtree(SOURCE, ignore_errors=True)
     (SOURCE / "extra").mkdir(parents=True)
     problems = stage()

@@ -133,6 +133,8 @@ def run(cells: list[dict[str, Any]]) -> None:
 
 def main(pages: list[str]) -> None:
     """Writes the notebooks of ``pages``, each run in a process of its own, as a reader's is."""
+    if unknown := sorted(set(pages) - set(PAGES)):
+        sys.exit(f"error: expected pages among {', '.join(PAGES)}, got {', '.join(unknown)}")
     if len(pages) != 1:
         for page in pages or PAGES:
             if status := os.spawnv(os.P_WAIT, sys.executable, [sys.executable, __file__, page]):

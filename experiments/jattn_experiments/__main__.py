@@ -63,6 +63,19 @@ def as_command() -> int:
 
 def _on_a_terminal(arguments: Sequence[str]) -> int:
     """A closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
+    from jattn_experiments.runs import stopping
+    from jattn_experiments.runs.terminal import fail
+
+    with stopping.stoppable():
+        try:
+            return _whole_output(arguments)
+        except BaseException:
+            if (number := stopping.last_signal()) is None:  # otherwise JAX may have converted the exception
+                raise
+            return fail("stopped", status=128 + number)
+
+
+def _whole_output(arguments: Sequence[str]) -> int:
     from jattn_experiments.runs.terminal import drop_output, fail
 
     status = 0
@@ -73,8 +86,6 @@ def _on_a_terminal(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         drop_output()
         return 0
-    except KeyboardInterrupt:
-        return fail("stopped", status=130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

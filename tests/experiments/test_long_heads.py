@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +14,12 @@ from jattn.masks import Causal
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Claim, Config, LanguageModel, LongTexts, Mesh, Task
 from jattn_experiments.measure import long_heads, long_metrics, long_texts
+from jattn_experiments.measure.long_needles import Study
 from jattn_experiments.measure.long_reader import ROWS, Reader
 from jattn_experiments.measure.saved_model import Model
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Damaged
 
 FIRST = "<|endoftext|>"
 LENGTH = 300  # more than a chunk
@@ -159,6 +162,17 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     rows = reader.rows(cache, prompt.tokens[prompt.question :])
     assert rows.shape[2] == LENGTH - prompt.question <= ROWS
     np.testing.assert_allclose(rows.sum(-1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x93NUMPY", b"PK\x03\x04"])
+def test_a_part_that_was_damaged_is_one_line(tmp_path, content):
+    study = types.SimpleNamespace(folder=tmp_path, _tell=lambda **_: None)
+    measured = [Study.part(study, "sinks", lambda: {"first": np.arange(3)})["first"].tolist() for _ in range(2)]
+    assert measured == [[0, 1, 2]] * 2
+    for damaged in (content, (tmp_path / "sinks.npz").read_bytes()[:-30]):
+        (tmp_path / "sinks.npz").write_bytes(damaged)
+        with pytest.raises(Damaged, match=r"sinks\.npz: expected arrays as they were written; remove it"):
+            Study.part(study, "sinks", lambda: {"first": np.arange(9)})
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import threading
 import numpy as np
 import pytest
 
+from jattn_experiments import __main__
 from jattn_experiments.runs import stopping
 from tests.experiments import processes
 from tests.experiments.processes import ROOT, TINY, finish
@@ -53,6 +54,17 @@ def test_a_signal_waits_for_what_is_held_and_a_second_does_not():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the second signal waited")
+
+
+def test_a_command_whose_interruption_jax_converts_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("INTERNAL: KeyboardInterrupt: At: cache_key.py")
+
+    monkeypatch.setattr(__main__, "main", interrupted)
+    assert __main__._on_a_terminal(["look"]) == 130
+    assert capsys.readouterr().err == "error: stopped\n"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from tests.jattn.test_language_models import (
     close,
     close_gguf,
     gguf_writer,
-    greedy,
     logits,
     products,
     through_cache,
@@ -167,11 +166,52 @@ def test_packed_documents_are_each_as_alone(models, name):
     close(model.logits(model(tokens, cache=model.init_cache(2, 11), **options)[0]), expected)
 
 
+PROMPTS = [
+    [3, 1, 4, 1, 5, 9, 2],
+    [6],
+    [27, 18, 28, 18, 28, 4, 5, 9, 0, 4, 5],
+]  # beyond the window, within it, beyond it
+# By generate of transformers 5.24 in float32, each prompt alone; those padded on the left in one batch are the same.
+CONTINUED = {
+    "gemma2": [[2, 35, 35, 35, 35, 35, 35, 35], [6, 6, 6, 6, 6, 6, 6, 6], [22, 22, 22, 22, 20, 20, 34, 34]],
+    "gemma3": [[24, 36, 22, 1, 28, 24, 36, 13], [30, 24, 30, 24, 36, 28, 20, 4], [34, 24, 23, 20, 31, 18, 13, 33]],
+    "qwen3": [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1], [34, 30, 30, 18, 18, 30, 18, 34]],
+    "phi3": [[36, 18, 15, 9, 2, 16, 18, 32], [1, 1, 1, 2, 2, 26, 7, 5], [27, 12, 12, 30, 1, 30, 32, 4]],
+    "olmo2": [[32, 32, 32, 32, 32, 32, 32, 30], [15, 36, 11, 1, 14, 14, 15, 2], [21, 21, 21, 21, 32, 32, 32, 32]],
+}
+
+
+def padded_by_hand(model, prompts, count, left):
+    """Greedy continuations through a cache of prompts in one batch, padded with token 7 on the left or the right."""
+    longest, sizes = max(map(len, prompts)), np.array([[len(prompt)] for prompt in prompts])
+    order = np.arange(longest)[:: -1 if left else 1]
+    valid = order < sizes
+    tokens = np.full(valid.shape, 7)
+    tokens[valid] = np.concatenate(prompts)
+    last = longest - 1 if left else sizes[:, 0] - 1
+    hidden, cache = model(tokens, valid=valid, cache=model.init_cache(len(prompts), longest + count))
+    steps = [np.asarray(model.logits(hidden))[np.arange(len(prompts)), last].argmax(-1)]
+    while len(steps) < count:
+        hidden, cache = model(steps[-1][:, None], cache=cache)
+        steps.append(np.asarray(model.logits(hidden))[:, -1].argmax(-1))
+    return np.stack(steps, 1).tolist()
+
+
 @pytest.mark.slow
-def test_ragged_prompts_are_continued_as_each_alone(models):
-    prompts = [[3, 1, 4, 1, 5, 9, 2], [6]]
-    for prompt, result in zip(prompts, interop.generate(models("gemma2"), prompts, 4), strict=True):
-        assert list(result) == greedy(models("gemma2"), prompt, 4)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padded_prompts_are_continued_as_transformers_continues_each_alone(models, name):
+    model = models(name)
+    assert [list(row) for row in interop.generate(model, PROMPTS, 8)] == CONTINUED[name]
+    for left in (True, False):
+        assert padded_by_hand(model, PROMPTS, 8, left) == CONTINUED[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_kept_continuations_are_those_of_transformers(name):
+    for prompt, continued in zip(PROMPTS, CONTINUED[name], strict=True):
+        rows = by_transformers(CONFIGS[name], tensors_of(name), np.array([prompt + continued]))[0]
+        assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == continued
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """``python -m tests.soak``: draws calls, models and files and holds them to references, for a time or number of cases.
 
 ``--mode``: attention (``local``, ``native``, ``sharded``), what looks inside a model (``looking``), models of every family
-(``models``), GGUF files, tokenizers and checkpoints (``files``), runs that are killed, starved and damaged (``crash``),
-commands on a full disk (``disk``); by default ``all`` in turn, except the last two and ``sharded``.
+(``models``), GGUF files, tokenizers and checkpoints (``files``), runs, sweeps, replications and examinations of long
+texts that are killed, starved and damaged (``crash``), commands on a full disk, stopped or called twice at once
+(``disk``); by default ``all`` in turn, except the last two and ``sharded``.
 """
 
 import argparse

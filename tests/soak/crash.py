@@ -1,9 +1,10 @@
 """Kills, starves, locks out and damages runs. Each gives the results of an uninterrupted run or a one-line error.
 
-A case of ``crash`` is a round of five trials on one folder. Three times the command runs into a fault of ``FAULTS`` and may exit with
-a signal's status or a one-line error. It then runs again and must give the results of an undisturbed run. After that,
-one of its files is damaged, twice, and the command must give the same results or a one-line error that names a path.
-A case of ``disk`` is another command on a finished run that cannot write what it should.
+A case of ``crash`` is a round of five trials on one folder, in turn of each kind of run in ``RUNS``. Three times the
+command runs into a fault of ``FAULTS``, in any of its phases, and may exit with a signal's status or a one-line error.
+It then runs again and must give the results of an undisturbed run. After that, one of its files is damaged, twice, and
+the command must give the same results or a one-line error that names a path. A case of ``disk`` is another command on
+a finished run, that cannot write what it should, is stopped, or runs twice at once.
 """
 
 import atexit
@@ -25,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.experiments.processes import environment
+from tests.jattn.test_language_models import write_gguf
 from tests.soak.trial import Difference, Trial
 from tests.soak.vocabulary import Random
 
@@ -38,6 +40,21 @@ train: {{seeds: 2, steps: {STEPS}, warmup: 1, batch: 4, log_every: 1, look_every
 evaluate: {{batch: 8}}
 claims: [{{name: right, statement: Right at all., metric: mean_accuracy, at_least: 0.0, needed: 2}}]
 """
+LONG = """
+name: tiny
+language: {{model: {model}, first: "<|endoftext|>", seed: 1, sequences: 2, period: 24, matched: 1}}
+long:
+  {{lengths: [300], depths: 2, chosen: 1, texts: 2, ablated: 300, sizes: [1], distances: [16], window: 64, streamed: 256,
+   pictured: 256}}
+claims: [{{name: back, statement: Some look back., metric: induction/16, at_least: 0.0, needed: 1}}]
+"""
+# Each kind of run: its config, and its further options.
+RUNS = {
+    "trained": (CONFIG, ()),
+    "swept": (CONFIG + "controls: {one_head: {model.num_heads: 1}}\n", ("--sweep", "train.learning_rate=0.001,0.01")),
+    "replicated": (CONFIG, ("--replicate", "2", "--replicate_seed", "5000")),
+    "long": (LONG, ()),
+}
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARVING = ("full output", "limited files", "small disk", "read-only")
 DAMAGES = ("flipped", "cut", "emptied", "removed", "doubled")
@@ -52,9 +69,12 @@ class Failure(Exception):
 class Commands:
     """Runs the experiment's commands in separate processes, and holds the folder of an undisturbed run."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.whole = folder, folder / "whole"
-        (folder / "tiny.yaml").write_text(CONFIG)
+    def __init__(self, folder: Path, kind: str):
+        self.folder, self.whole, (config, self.options) = folder, folder / "whole", RUNS[kind]
+        if kind == "long":
+            write_gguf(folder / "tiny.gguf")
+            config = config.format(model=folder / "tiny.gguf")
+        (folder / "tiny.yaml").write_text(config)
         self.ending(self.run(self.whole))  # compiles
         began = time.monotonic()
         self.ending(self.run(folder / "again"))
@@ -81,7 +101,7 @@ class Commands:
 
     def words(self, out: Path) -> list[str]:
         """The command that starts or continues the run in ``out``."""
-        return ["run", "--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
+        return ["run", "--config", str(self.folder / "tiny.yaml"), "--out", str(out), *self.options]
 
     def run(self, out: Path) -> Process:
         return self.start(*self.words(out))
@@ -106,63 +126,82 @@ class Commands:
 
 
 @functools.cache
-def commands() -> Commands:
-    """Prepared when the first case runs; its folder is deleted when the process ends."""
+def commands_of(kind: str) -> Commands:
+    """Prepared when the first case of this kind runs; its folder is deleted when the process ends."""
     folder = tempfile.mkdtemp(prefix="jattn-soak-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Commands(Path(folder))
+    return Commands(Path(folder), kind)
+
+
+def results(out: Path, added: Sequence[str]) -> list[Path]:
+    """The files of a run that hold numbers, except those ``added``; timings and checkpoints are not compared."""
+    files = (file.relative_to(out) for file in out.rglob("*") if file.is_file())
+    numbers = (
+        file for file in files if file.suffix in (".jsonl", ".npz") or file.name in ("claims.json", "findings.json")
+    )
+    return sorted(file for file in numbers if file.parts[0] not in (*added, "damaged"))
 
 
 def difference(out: Path, whole: Path, added: Sequence[str] = ()) -> str:
     """The first file in which two runs differ in their results; "" if they are equal.
 
-    Timings are not compared. The report and the figures, which are drawn from the other files, only have to exist.
-    Those ``added`` to may differ.
+    The report and the figures, which are drawn from the other files, only have to exist. Files and folders ``added``
+    may differ.
     """
-    looks = [sorted(file.relative_to(x) for file in (x / "looks").glob("*.npz")) for x in (out, whole)]
-    if looks[0] != looks[1]:
-        return "looks"
-    for name in ("metrics.jsonl", "claims.json"):
-        if name not in added and (out / name).read_bytes() != (whole / name).read_bytes():
-            return name
-    for file in (*looks[1], Path("findings.npz")):
-        with np.load(out / file) as x, np.load(whole / file) as y:
-            if set(x) != set(y) or not all(np.array_equal(x[name], y[name], equal_nan=True) for name in y):
-                return str(file)
-    findings = [json.loads((x / "findings.json").read_text()) | {"environment": 0, "sha256": 0} for x in (out, whole)]
-    if findings[0] != findings[1] and "findings.json" not in added:
-        return "findings.json"
+    files, others = results(whole, added), results(out, added)
+    if files != others:
+        return str(min(set(files) ^ set(others)))
+    for file in files:
+        if file.suffix == ".npz":
+            with np.load(out / file) as x, np.load(whole / file) as y:
+                same = set(x) == set(y) and all(np.array_equal(x[name], y[name], equal_nan=True) for name in y)
+        elif file.name == "findings.json":
+            x, y = (json.loads((of / file).read_text()) | {"environment": 0, "sha256": 0} for of in (out, whole))
+            same = x == y
+        else:
+            same = (out / file).read_bytes() == (whole / file).read_bytes()
+        if not same:
+            return str(file)
     return "" if (out / "report.html").stat().st_size > 10_000 else "report.html"
 
 
-def signal_at_random(rng: Random, out: Path) -> str:
+def signal_at_random(commands: Commands, rng: Random, out: Path) -> str:
     """Sends SIGKILL, SIGTERM or SIGINT at a random time."""
-    number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands().seconds)
-    began, process = time.time_ns(), commands().run(out)
+    number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands.seconds)
+    began, process = time.time_ns(), commands.run(out)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    return stopped(process, number, importing=not written(out / "lock", began))
+    return stopped(commands, process, number, importing=not written(out / "lock", began))
 
 
-def signal_at_an_instant(rng: Random, out: Path) -> str:
-    """Sends a signal as soon as a certain file is written: a look, a checkpoint, the findings or the report."""
-    number, folder = SIGNALS[rng.integers(3)], out / "checkpoints"
-    newest = max((int(file.name) for file in folder.glob("*") if file.name.isdecimal()), default=0)
-    step = newest + int(rng.integers(1, 4)) * CHECKPOINT
-    events = [
-        [out / "looks" / f"{step:08d}.tmp", out / "looks" / f"{step:08d}.npz"],  # the second if the first is missed
-        [folder / f"{step}.tmp", folder / f"{step}"],
-        [folder / f"{step}.tmp" / "arrays", folder / f"{step}"],
-        [folder / f"{step}"],
-    ]
-    if step > STEPS or rng.random() < 0.3:
-        last = ("findings.npz.tmp", "findings.npz", "findings.json", "report.html.tmp", "report.html")
-        events = [[out / name] for name in last]
-    files = events[rng.integers(len(events))]
-    began, process = time.time_ns(), commands().run(out)
-    while process.poll() is None and not any(written(file, began) for file in files):
+def signal_at_an_instant(commands: Commands, rng: Random, out: Path) -> str:
+    """Sends a signal as soon as a certain file, of any phase of the run, is written or written beside."""
+    number, file = SIGNALS[rng.integers(3)], drawn_file(commands.whole, rng)
+    files = [out / file, out / f"{file}.tmp", (out / file).with_suffix(".tmp")]  # the first if the others are missed
+    began, process = time.time_ns(), commands.run(out)
+    while process.poll() is None and not any(written(one, began) for one in files):
         time.sleep(0.0005)
-    return f"{stopped(process, number)}, at {files[0].relative_to(out).parts[0]}"
+    return f"{stopped(commands, process, number)}, at {phase(file)}"
+
+
+def drawn_file(whole: Path, rng: Random) -> Path:
+    """A file or checkpoint that the run in ``whole`` wrote, relative to it: each phase is as likely."""
+    phases = collections.defaultdict(list)
+    for file in sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file()):
+        if file.name not in ("lock", "seconds.json") and "arrays" not in file.parts:
+            phases[phase(file)].append(file)
+    files = phases[sorted(phases)[rng.integers(len(phases))]]
+    file = files[rng.integers(len(files))]
+    if file.name != "contents.json":
+        return file
+    step = CHECKPOINT * int(rng.integers(1, STEPS // CHECKPOINT + 1))  # also of those that are gone
+    return file.parents[1] / (f"{step}", f"{step}.tmp/arrays", f"{step}.tmp/contents.json")[rng.integers(3)]
+
+
+def phase(file: Path) -> str:
+    """What a run does when it writes a file: its folders but for numbers, or the file's own name."""
+    folders = [name for name in file.parts[:-1] if not name.partition(".")[0].isdecimal() and name != "arrays"]
+    return "/".join(folders) or file.name.partition(".")[0]
 
 
 def written(file: Path, since: int) -> bool:
@@ -171,9 +210,9 @@ def written(file: Path, since: int) -> bool:
     return False
 
 
-def stopped(process: Process, number: signal.Signals, importing: bool = False) -> str:
+def stopped(commands: Commands, process: Process, number: signal.Signals, importing: bool = False) -> str:
     process.send_signal(number)
-    status, message = commands().ended(process)
+    status, message = commands.ended(process)
     if status == 0:
         return "ended before the signal came"
     line = status == 128 + number and message.count("\n") == 1 and "; rerun" in message
@@ -183,7 +222,7 @@ def stopped(process: Process, number: signal.Signals, importing: bool = False) -
     return f"{number.name} {'before it began' if importing else 'while it worked'}"
 
 
-def starved(rng: Random, arguments: list[str], folders: list[Path]) -> str:
+def starved(commands: Commands, rng: Random, arguments: list[str], folders: list[Path]) -> str:
     """A command that can write too little, in one of its folders: it does its work, or ends in one line."""
     size, options, fault = int(np.exp(rng.uniform(0, np.log(300_000)))), {}, STARVING[rng.integers(4)]
     with contextlib.ExitStack() as stack:
@@ -200,14 +239,15 @@ def starved(rng: Random, arguments: list[str], folders: list[Path]) -> str:
             options["before"] = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if root else ()
             folder.chmod(0o555)
             stack.callback(folder.chmod, 0o755)
-        line = commands().ending(commands().start(*arguments, **options), 1, 2, trial=f"{arguments}, {fault}: ")
+        line = commands.ending(commands.start(*arguments, **options), 1, 2, trial=f"{arguments}, {fault}: ")
         return f"{fault}, {'one line' if line else 'done'}"
 
 
-def starved_run(rng: Random, out: Path) -> str:
+def starved_run(commands: Commands, rng: Random, out: Path) -> str:
     """An unfinished run that can write too little."""
     out.mkdir(exist_ok=True)
-    return starved(rng, commands().words(out), [x for x in (out, out / "looks", out / "checkpoints") if x.exists()])
+    inner = (folder for folder in sorted(out.rglob("*")) if folder.is_dir() and "checkpoints" not in folder.parts[:-1])
+    return starved(commands, rng, commands.words(out), [out, *inner])
 
 
 @contextlib.contextmanager
@@ -231,17 +271,17 @@ def small_disk(folder: Path, free: int) -> Iterator[bool]:
             copy.rename(folder)
 
 
-def two_owners(rng: Random, out: Path) -> str:
+def two_owners(commands: Commands, rng: Random, out: Path) -> str:
     """Starts a second run, which must be refused, then kills the first."""
-    began, first = time.time_ns(), commands().run(out)
+    began, first = time.time_ns(), commands.run(out)
     while first.poll() is None and not written(out / "lock", began):
         time.sleep(0.001)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        first.wait(rng.uniform(0, commands().seconds / 3))
+        first.wait(rng.uniform(0, commands.seconds / 3))
         return "the first had ended"
     first.send_signal(signal.SIGSTOP)  # otherwise it may end before the second starts
     try:
-        commands().ending(commands().run(out), 2, holds=f"of process {first.pid}")
+        commands.ending(commands.run(out), 2, holds=f"of process {first.pid}")
     finally:
         first.kill()
         first.communicate()
@@ -251,23 +291,26 @@ def two_owners(rng: Random, out: Path) -> str:
 FAULTS = [signal_at_random] * 2 + [signal_at_an_instant] * 3 + [starved_run] * 2 + [two_owners]
 
 
-def damaged_file(rng: Random, out: Path) -> str:
+def damaged_file(commands: Commands, rng: Random, out: Path) -> str:
     """Damages a file of a finished run; the command must repair it or report it."""
     groups = collections.defaultdict(list)  # otherwise nearly all draws would be checkpoints
     for file in sorted(out.rglob("*")):
         if file.is_file() and file.name not in ("lock", "seconds.json"):
-            groups[file.relative_to(out).parts[0].partition(".")[0]].append(file)
+            groups[phase(file.relative_to(out))].append(file)
     group, damage = sorted(groups)[rng.integers(len(groups))], DAMAGES[rng.integers(len(DAMAGES))]
-    file, whole = groups[group][rng.integers(len(groups[group]))], commands().whole
+    file, whole = groups[group][rng.integers(len(groups[group]))], commands.whole
+    at = file.relative_to(out)
     harm(file, damage, rng)
-    trial = f"{group} {damage}: {file.relative_to(out)}: "
+    trial = f"{group} {damage}: {at}: "
     if group == "findings":  # from which the report is drawn
-        commands().ending(commands().start("report", "--run", str(out)), 2, holds=str(out))
-    status, message = commands().ended(commands().run(out))
+        commands.ending(commands.start("report", "--run", str(out)), 2, holds=str(out))
+    status, message = commands.ended(commands.run(out))
     *warnings, last = message.splitlines() + [""] * (not status or not message)
     refused = status == 2 and last.startswith("error: ") and str(out) in last
     if bool(status) != refused or not all(line.startswith("warning: ") for line in warnings):
         raise Failure(f"{trial}expected warnings alone or one line, got status {status}: {message}")
+    if "--replicate" in commands.options and at in results(whole, ["findings.json", "findings.npz"]):
+        shutil.copy(whole / at, file)  # of what has finished, only the findings are read again
     if changed := "" if refused else difference(out, whole):
         raise Failure(f"{trial}{changed} differs; message: {message}")
     if refused:
@@ -292,23 +335,24 @@ class CrashTrial(Trial):
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
         """Plays a round; raises a ``Failure``."""
-        folder, self.outcomes = Path(tempfile.mkdtemp(dir=commands().folder)), [f"kind {self.label}"]
+        commands = commands_of(list(RUNS)[draw % len(RUNS)] if self.label == "crash" else "trained")
+        folder, self.outcomes = Path(tempfile.mkdtemp(dir=commands.folder)), [f"kind {self.label}"]
         try:
-            self.play(self.rng(draw), folder)
+            self.play(commands, self.rng(draw), folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return [], 0.0
 
-    def play(self, rng: Random, folder: Path) -> None:
+    def play(self, commands: Commands, rng: Random, folder: Path) -> None:
         """Three faults, the end of the run, two damaged files."""
         out = folder / "out"
         for fault in (FAULTS[i] for i in rng.integers(len(FAULTS), size=3)):
-            self.outcomes.append(f"{fault.__name__}: {fault(rng, out)}")
-        commands().ending(commands().run(out))
-        if changed := difference(out, commands().whole):
+            self.outcomes.append(f"{fault.__name__}: {fault(commands, rng, out)}")
+        commands.ending(commands.run(out), trial=f"after {self.outcomes}: ")
+        if changed := difference(out, commands.whole):
             raise Failure(f"after {self.outcomes}: {changed} differs")
         for _ in range(2):
-            self.outcomes.append(f"damaged_file: {damaged_file(rng, out)}")
+            self.outcomes.append(f"damaged_file: {damaged_file(commands, rng, out)}")
 
 
 class DiskTrial(CrashTrial):
@@ -316,9 +360,9 @@ class DiskTrial(CrashTrial):
 
     stream, label = 8, "disk"
 
-    def play(self, rng: Random, folder: Path) -> None:
+    def play(self, commands: Commands, rng: Random, folder: Path) -> None:
         """What a command writes elsewhere than in the run goes into a folder beside it."""
-        out, beside, whole = folder / "tiny", folder / "beside", commands().whole
+        out, beside, whole = folder / "tiny", folder / "beside", commands.whole
         beside.mkdir()
         shutil.copytree(whole, out)
         of_run = ["--run", str(out)]
@@ -327,11 +371,38 @@ class DiskTrial(CrashTrial):
             (["look", *of_run], out),
             (["compare", *of_run, "--run", str(whole), "--out", str(beside / "heads.png")], beside),
             (["keep", *of_run, "--to", str(beside)], beside),
-            ([*commands().words(out), "--replicate", "1"], out),
+            ([*commands.words(out), "--replicate", "1"], out),
         ][rng.integers(5)]
-        outcome = f"{arguments[0]}, {starved(rng, arguments, [written])}"
-        added = ("claims.json", "findings.json") if arguments[0] == "run" else ()  # which fresh seeds add to
+        fault = ("starved", "starved", "stopped", "twice")[rng.integers(4)]
+        if fault == "starved":
+            fault = starved(commands, rng, arguments, [written])
+        elif fault == "stopped":
+            fault = interrupted(commands, rng, arguments)
+        else:
+            statuses = [commands.ended(each) for each in [commands.start(*arguments), commands.start(*arguments)]]
+            wrong = [each for each in statuses if each != (0, "") and "no other run uses" not in each[1]]
+            if wrong or not any(status == 0 for status, _ in statuses):
+                raise Failure(f"{arguments} twice at once: {statuses}")
+        outcome = f"{arguments[0]}, {fault}"
+        added = ("claims.json", "findings.json", "replication") if arguments[0] == "run" else ()  # by fresh seeds
         if changed := difference(out, whole, added):
             raise Failure(f"{outcome}; the run has another {changed}")
-        commands().ending(commands().start(*arguments), trial=f"{outcome}, then ")
+        commands.ending(commands.start(*arguments), trial=f"{outcome}, then ")
+        if left := [
+            file for of in (out, beside) for file in of.rglob("*") if ".tmp" in file.name or ".keep-" in file.name
+        ]:
+            raise Failure(f"{outcome}: {left} are left")
         self.outcomes.append(outcome)
+
+
+def interrupted(commands: Commands, rng: Random, arguments: list[str]) -> str:
+    """A command that a signal ends at a random time: of Ctrl-C, at most one line."""
+    number, process = SIGNALS[rng.integers(3)], commands.start(*arguments)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(rng.uniform(1.0, commands.seconds))
+    process.send_signal(number)
+    status, message = commands.ended(process)
+    line = message.startswith("error: ") and "stopped" in message and message.count("\n") == 1
+    if (status, message) not in ((0, ""), (-number, "")) and not (status == 128 + number and line):
+        raise Failure(f"{arguments}, {number.name}: expected its status and at most one line, got {status}: {message}")
+    return f"{number.name}{'' if status else ' after its end'}"

@@ -38,17 +38,24 @@ class Study:
             raise Damaged(f"{folder} was measured on other texts, of another version; start in another folder")
 
     def part(self, name: str, measure: Callable[..., Part], *arguments: Any) -> Part:
-        """What ``measure(*arguments)`` returns, or what it returned before the run was stopped."""
+        """What ``measure(*arguments)`` returns, or what it returned before the run was stopped.
+
+        Raises ``Damaged`` if what was kept of it cannot be read.
+        """
         file = self.folder / f"{name}.npz"
         if not file.exists():
             self._tell(description=name)
-            content = io.BytesIO()
-            np.savez_compressed(content, **measure(*arguments))
+            arrays = io.BytesIO()
+            np.savez_compressed(arrays, **measure(*arguments))
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, content.getvalue())
+            write_atomically(file, arrays.getvalue())
         self._tell(advance=1)
-        with np.load(file) as kept:
-            return {key: kept[key] for key in kept}
+        content = io.BytesIO(file.read_bytes())
+        try:
+            with np.load(content) as kept:
+                return {key: kept[key] for key in kept}
+        except Exception:  # whatever NumPy and zipfile raise for what is no archive
+            raise Damaged(f"{file}: expected arrays as they were written; remove it to measure them again") from None
 
     def parts(self, name: str, numbers: Sequence[int], measure: Callable[..., Part], *arguments: Any) -> list[Part]:
         """The parts ``measure(study, number, *arguments)``, one for each number."""
