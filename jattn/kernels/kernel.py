@@ -32,14 +32,14 @@ def _shapes(args: AttentionArgs) -> tuple[Length, ...]:
     return *args.query.shape, *args.key.shape
 
 
+def _is_symbolic(args: AttentionArgs) -> bool:
+    sizes = *_shapes(args), *(() if args.value is None else args.value.shape[3:])
+    return not all(isinstance(size, int) for size in sizes)
+
+
 # What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. A new option goes here.
 OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
-    "symbolic shapes": (
-        lambda args: (
-            not all(isinstance(x, int) for x in (*_shapes(args), *([] if args.value is None else args.value.shape[3:])))
-        ),
-        "it takes no symbolic shapes",
-    ),
+    "symbolic shapes": (_is_symbolic, "it takes no symbolic shapes"),
     "empty arrays": (lambda args: args.value is None or 0 in _shapes(args), "it takes no empty arrays"),
     "bias": (lambda args: args.bias is not None, "it takes no bias"),
     "mask array": (lambda args: args.has_mask_array, "it takes no mask array"),

@@ -316,3 +316,10 @@ def test_here_it_is_what_is_said_to_the_bit():
         for name in (None, ON_CPU)
     )
     jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
+def test_the_log_sum_exp_alone_is_computed_as_fast():
+    """As ``heads.statistics`` computes it, of values without features."""
+    x, nothing = (jax.ShapeDtypeStruct((1, 4096, 4, size), jnp.float32) for size in (64, 0))
+    assert jattn.explain(x, x, nothing, platform="cpu").splitlines()[0] == "native: taken on CPU"
