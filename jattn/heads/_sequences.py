@@ -1,6 +1,7 @@
 """What the masks of a call tell of its sequences: each token's place in its own, and which tokens are padding."""
 
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -71,10 +72,7 @@ def _shown(args: AttentionArgs, parts: Iterable[MaskFunction], slots: AnyArray) 
     shown = [_of_pairs(x)[:, order] for x in by_slot if x.shape[3] != 1]
     shown += [_of_pairs(x) for x in by_token if x.shape[3] != 1]
     shown += [namespace(slots).arange(T)[None] < x for x in lengths]
-    xp = namespace(*shown, slots)
-    both = xp.asarray(True)
-    for one in shown:
-        both = both & one
+    both = functools.reduce(operator.and_, shown, np.True_)
     if isinstance(both, np.ndarray | np.generic) and both.all():
         return None
     # Hidden keys between shown ones are not padding.

@@ -117,15 +117,19 @@ def test_one_head_alone_matters(model):
     assert survey.table(1).splitlines()[1].split()[:2] == ["1", "1"]
 
 
+def mean_over_queries(statistics, name):
+    """Few queries of a sequence count less than many."""
+    counts = np.asarray(statistics["support"][name], float)
+    return (statistics[name] * counts).sum(0) / np.maximum(counts.sum(0), 1)
+
+
 @pytest.mark.slow
 def test_statistics_and_attribution(model):
     survey = survey_of(model, TOKENS, exact=0)
     sown = sown_by(model, sow_statistics={"names": NAMES, "tokens": jnp.asarray(TOKENS)})
     for i, layer in enumerate(heads.collect(sown, "attention_statistics")):
         for name in NAMES:
-            counts = np.asarray(layer["support"][name], float)  # few queries of a sequence count less than many
-            wanted = (layer[name] * counts).sum(0) / np.maximum(counts.sum(0), 1)
-            np.testing.assert_allclose(survey.statistics[name][i], wanted, atol=1e-6)
+            np.testing.assert_allclose(survey.statistics[name][i], mean_over_queries(layer, name), atol=1e-6)
     x = model.embed(jnp.asarray(TOKENS))
     for layer in model.layers:
         x = layer(x)
@@ -162,7 +166,7 @@ def test_roles_need_twins(model, monkeypatch):
     def scores(name, model, read, by):
         request = {"names": [name], "tokens": jnp.asarray(by)}
         layers = heads.collect(sown_by(model, read, sow_statistics=request), "attention_statistics")
-        return np.stack([layer[name].mean(0) for layer in layers])
+        return np.stack([mean_over_queries(layer, name) for layer in layers])
 
     close = lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5)
     close(seen["scores"]["induction"], scores("induction", model, TOKENS, TOKENS))
