@@ -52,8 +52,8 @@ def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
 def maximum(x: jax.Array, axis: int | None = -1) -> jax.Array:
     """The largest numbers along an axis; NaN if there is one, -inf of none.
 
-    ``jnp.max`` loses a NaN among 4096 float32 numbers or more on a CPU: XLA's compiler there (JAX 0.10.2 to 0.12.0.1)
-    takes faster instructions, unless ``XLA_FLAGS=--xla_cpu_enable_fast_min_max=false``.
+    ``jnp.max`` loses a NaN among 4096 float32 numbers or more on a CPU (JAX 0.10.2 to 0.12.0.1): XLA gives such
+    reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``.
     """
     return jnp.where(jnp.isnan(x).any(axis), jnp.nan, jnp.max(x, axis, initial=-jnp.inf))
 
