@@ -12,7 +12,7 @@ import numpy as np
 from flax import serialization
 from jaxtyping import Array, ArrayLike
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn._mods.arrays import Length
 from jattn._mods.keywords import unknown_keyword
 from jattn._mods.validation import check_array

@@ -9,17 +9,9 @@ from jaxtyping import Array, ArrayLike
 
 from jattn._blocks.reduction import FoldStep
 from jattn._core import shard
-from jattn._core.arguments import (
-    AttentionArgs,
-    AttentionOptions,
-    ScoreOptions,
-    Stack,
-    flag,
-    make_args,
-    make_lse,
-    make_sinks,
-)
-from jattn._core.merge import merge
+from jattn._core.arguments import flag, make_call, make_lse
+from jattn._core.call import AttentionOptions, Call, ScoreOptions, Stack
+from jattn._core.sinks import add_sinks, check_sinks, share_of_keys
 from jattn._mods.keywords import suggest_keywords
 from jattn._mods.pytree import split_arrays
 from jattn.kernels import Implementation, OverDevices, dense
@@ -126,13 +118,13 @@ def dot_product_attention(
     """
     _check_value(value)
     with_lse = flag("return_residual", return_residual)
-    args = make_args(
+    call = make_call(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
-    out, lse = _with_sinks(_run(args, implementation), sinks)
+    out, lse = add_sinks(*_run(call, implementation), sinks)
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if with_lse else out
@@ -152,8 +144,8 @@ def attend_in_stack(
 
     Derivatives are those of key and value. They do without the stack, which would be kept for each layer.
     """
-    args = dataclasses.replace(make_args(query, key, value, **options), stack=stack)
-    arrays, join = split_arrays(args)
+    call = dataclasses.replace(make_call(query, key, value, **options), stack=stack)
+    arrays, join = split_arrays(call)
 
     @jax.custom_jvp
     def attend(*arrays: Array) -> tuple[Array, Array]:
@@ -163,18 +155,13 @@ def attend_in_stack(
     def rule(arrays: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *x: _run(dataclasses.replace(join(x), stack=None), implementation), arrays, tangents)
 
-    return _with_sinks(attend(*arrays), sinks)
+    return add_sinks(*attend(*arrays), sinks)
 
 
-def _run(args: AttentionArgs, implementation: object) -> tuple[Array, Array]:
+def _run(call: Call, implementation: object) -> tuple[Array, Array]:
     if implementation is None or isinstance(implementation, str):
-        return shard.on_each_device(choose(args, implementation).run, args, ("btnd", "btn"))
-    return check_implementation(implementation).run(args)
-
-
-def _with_sinks(results: tuple[Array, Array], sinks: ArrayLike | None) -> tuple[Array, Array]:
-    out, lse = results
-    return results if sinks is None else merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
+        return shard.on_each_device(choose(call, implementation).run, call, ("btnd", "btn"))
+    return check_implementation(implementation).run(call)
 
 
 def attention_weights(
@@ -197,13 +184,10 @@ def attention_weights(
         >>> weights.shape, weights[0, 0, 1].tolist()
         ((1, 2, 4, 4), [0.5, 0.5, 0.0, 0.0])
     """
-    args = make_args(query, key, None, bias, mask, **options)
-    weights, lse = shard.on_each_device(dense.weights, args, ("bnts", "btn"))
+    call = make_call(query, key, None, bias, mask, **options)
+    weights, lse = shard.on_each_device(dense.weights, call, ("bnts", "btn"))
     if sinks is not None:
-        # Merged with the sinks, an output of 1 becomes the share of the keys.
-        ones = jnp.ones((*lse.shape, 1), lse.dtype)
-        share, _ = merge(ones, lse, jnp.zeros_like(ones), make_sinks(sinks, lse))
-        weights *= jnp.swapaxes(share, 1, 2)
+        weights *= jnp.swapaxes(share_of_keys(lse, sinks), 1, 2)[..., None]
     return weights[0] if jnp.ndim(query) == 3 else weights
 
 
@@ -258,10 +242,10 @@ def fold_weights(
     """
     if implementation is not None and not isinstance(implementation, Blockwise):
         raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
-    args = make_args(query, key, None, bias, mask, **options)
+    call = make_call(query, key, None, bias, mask, **options)
     one_sequence = jnp.ndim(query) == 3
     if lse is not None:
-        lse = make_lse(lse, args, one_sequence)
+        lse = make_lse(lse, call, one_sequence)
 
     def step_on_logs(carry: Any, log_weights: Array, q_idx: Array, kv_idx: Array) -> Any:
         return step(carry, jnp.exp(log_weights), q_idx, kv_idx)
@@ -269,12 +253,12 @@ def fold_weights(
     init = jax.tree.map(jnp.asarray, init)
     leaves, structure = jax.tree.flatten(init)
 
-    def fold(args: AttentionArgs, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
+    def fold(call: Call, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
         start, rest = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
-        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, rest[0] if rest else None)
+        return (implementation or Blockwise()).fold_weights(call, step_on_logs, start, rest[0] if rest else None)
 
     extra = [*((leaf, "") for leaf in leaves), *([] if lse is None else [(lse, "btn")])]
-    carries = shard.on_each_device(fold, args, jax.tree.map(lambda x: "bn", init), *extra)
+    carries = shard.on_each_device(fold, call, jax.tree.map(lambda x: "bn", init), *extra)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
@@ -328,15 +312,15 @@ def _explain(
     sinks: Any = None, **options: Any,
 ) -> str:  # fmt: skip
     _check_value(value)
-    args = make_args(query, key, value, *bias_and_mask, **options)
+    call = make_call(query, key, value, *bias_and_mask, **options)
     if sinks is not None:
-        make_sinks(sinks, args.query[..., 0])
-    place = None if isinstance(implementation, OverDevices) else shard.mesh_axes_of(args)
-    sharded = place.leaves_axes if place is not None else shard.may_be_sharded(args)
-    text = explain_choice(args, implementation, platform, sharded)
+        check_sinks(sinks, call.query.shape[2])
+    place = None if isinstance(implementation, OverDevices) else shard.mesh_axes_of(call)
+    sharded = place.leaves_axes if place is not None else shard.may_be_sharded(call)
+    text = explain_choice(call, implementation, platform, sharded)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 
 
 def _check_value(value: Any) -> None:
-    if value is None:  # which make_args takes for attention_weights
+    if value is None:  # which make_call takes for attention_weights
         raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone, use attention_weights")

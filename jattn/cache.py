@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
 from jattn._core import shares
-from jattn._core.arguments import Stack
+from jattn._core.call import Stack
 from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn._mods.validation import check_array
 from jattn.masks import Mask, Prefix, SlidingWindow

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import _flax
 from jattn._core import shard
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction

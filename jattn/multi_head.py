@@ -6,14 +6,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsIndex, TypedDict, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn._core.arguments import AttentionOptions, ScoreOptions
+from jattn._core.call import AttentionOptions, ModOptions, ScoreOptions
 from jattn._core.shard import dot_general
 from jattn._mods.arrays import Length, namespace
 from jattn.api import attend_in_stack, attention_weights, dot_product_attention
@@ -23,7 +23,6 @@ from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
-from jattn.score_mods import ScoreMod
 from jattn.sharding._head_parallel import OverMesh
 from jattn.sharding._split_keys import for_cache
 
@@ -38,12 +37,10 @@ _WEIGHTS_OF_ALL = (
 )
 
 
-class CallOptions(TypedDict, total=False):
+class CallOptions(ModOptions, total=False):
     """The options of ``attend_heads`` that Flax's modules also take at each call, besides Flax's own."""
 
     bias: ArrayLike | None
-    score_mod: ScoreMod | None
-    scale: ArrayLike | None
     local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
     head_gate: ArrayLike | None
     head_fill: ArrayLike | None

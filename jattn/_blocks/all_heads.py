@@ -19,48 +19,48 @@ from jaxtyping import Array, Float, PyTree
 
 from jattn._blocks.block import Block, BlockedHead, BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
 from jattn._blocks.block_lists import BlockList, Run, block_lists, fold_row, runs_of_rows, split_axis
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head, row_maximum, softmax_dtype
-from jattn._core.vmap import over_args
+from jattn._core.attention import row_maximum
+from jattn._core.call import Call, softmax_dtype
+from jattn._core.vmap import over_call
 from jattn._mods.arrays import Index
 
 GPUS = "cuda", "rocm"
 
 
 def forward(
-    platform: str, args: AttentionArgs, plan: BlockPlan, with_error: bool = False
+    platform: str, call: Call, plan: BlockPlan, with_error: bool = False
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Float[Array, "B T N D"], ...]]:
     """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``, also ``with_error``.
 
     ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
     rows, columns = plan.size
-    call = _blocked_call(platform, args, plan)
-    queries, keys, values = _parts(args.query, rows), _parts(args.key, columns), _parts(args.value, columns)
+    blocked_call = _blocked_call(platform, call, plan)
+    queries, keys, values = _parts(call.query, rows), _parts(call.key, columns), _parts(call.value, columns)
     lists = block_lists(plan.any_visible[0], plan.all_visible[0])
     blocks, B, _, N, _ = queries.shape
-    dtype, lead = softmax_dtype(args.query), (B, N, rows)
+    dtype, lead = softmax_dtype(call.query), (B, N, rows)
 
     def row_of_blocks(run: Run, i: Index, results: tuple[Array, ...]) -> tuple[Array, ...]:
         q = queries[i]
 
         def visit(state: tuple, j: Index, masked: bool) -> tuple:
             add = functools.partial(_add_to_softmax, masked)
-            return call.of_heads(add, 0, q, keys[j], values[j], state, i, j, masked)
+            return blocked_call.of_heads(add, 0, q, keys[j], values[j], state, i, j, masked)
 
         least = jnp.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
         state = jnp.zeros((*lead, values.shape[-1]), dtype), jnp.full(lead, least, dtype), jnp.zeros(lead, dtype)
         acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         out = acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]
-        error = [rounding_error(out, args.value.dtype).astype(args.value.dtype)] if with_error else []
-        of_row = (jnp.moveaxis(x, 1, 2) for x in (out.astype(args.value.dtype), row_max, row_sum, *error))
+        error = [rounding_error(out, call.value.dtype).astype(call.value.dtype)] if with_error else []
+        of_row = (jnp.moveaxis(x, 1, 2) for x in (out.astype(call.value.dtype), row_max, row_sum, *error))
         return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, of_row, strict=True))
 
     by_row = jnp.zeros((blocks, B, rows, N), dtype)
-    out = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype)
+    out = jnp.zeros((*by_row.shape, values.shape[-1]), call.value.dtype)
     results = _over_rows(row_of_blocks, _runs(platform, lists), (out, by_row, by_row, *[out] * with_error))
-    out, row_max, row_sum, *error = (_join(x, args.query) for x in results)
+    out, row_max, row_sum, *error = (_join(x, call.query) for x in results)
     return out, row_max, row_sum, *error
 
 
@@ -84,7 +84,7 @@ def _add_to_softmax(
 
 def gradients(
     platform: str,
-    args: AttentionArgs,
+    call: Call,
     row_max: Float[Array, "B T N"],
     d_acc: Float[Array, "B T N D"],
     d_row_sum: Float[Array, "B T N"],
@@ -96,11 +96,11 @@ def gradients(
     ``of_row_max``: also of ``row_max``: minus the sums of a row's gradients of scores.
     """
     rows, columns = plan.size
-    call = _blocked_call(platform, args, plan)
-    dtype = softmax_dtype(args.query)
+    blocked_call = _blocked_call(platform, call, plan)
+    dtype = softmax_dtype(call.query)
     row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
-    by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
-    keys, values = (_parts(x, columns) for x in (args.key, args.value))
+    by_row = [_parts(x, rows) for x in (call.query, row_max, d_acc, d_row_sum)]
+    keys, values = (_parts(x, columns) for x in (call.key, call.value))
     lists = block_lists(plan.any_visible[0], plan.all_visible[0])
 
     def row_of_blocks(run: Run, i: Index, results: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -117,7 +117,7 @@ def gradients(
             qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
 
             def sums(q: Array, k: Array, v: Array, row_max: Array = row_max) -> tuple[Array, ...]:
-                return call.of_heads(one_head, 1, q, k, v, [jnp.moveaxis(row_max, 2, 1)], i, j, masked)
+                return blocked_call.of_heads(one_head, 1, q, k, v, [jnp.moveaxis(row_max, 2, 1)], i, j, masked)
 
             _, pull = jax.vjp(sums, *qkv, *[row_max] * of_row_max)
             from_q, from_k, from_v, *from_max = pull(tuple(cotangents))
@@ -137,7 +137,7 @@ def gradients(
     of_rows = [jnp.zeros_like(x) for x in by_row[: 1 + of_row_max]]
     results = _over_rows(row_of_blocks, _runs(platform, lists), (of_rows[0], *zeros, *of_rows[1:]))
     results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:3]), *results[3:]
-    of = args.query, args.key, args.value, row_max
+    of = call.query, call.key, call.value, row_max
     return tuple(_join(x, like).astype(like.dtype) for x, like in zip(results, of, strict=False))  # type: ignore
 
 
@@ -158,7 +158,7 @@ class _BlockedCall:
     """A call whose blocks are taken for all heads at once."""
 
     platform: str
-    args: AttentionArgs  # bias and slot masks padded to whole blocks
+    call: Call  # bias and slot masks padded to whole blocks
     plan: BlockPlan
     query_positions: Array  # [blocks, B|1, rows]
     kv_positions: Array
@@ -177,41 +177,42 @@ class _BlockedCall:
     ) -> tuple[Array, ...]:
         """``fn(blocked, block, *per_head)`` of one block of every head, as of a call with a single block.
 
-        ``out_axes``, ``per_head``: as in ``over_args``.
+        ``out_axes``, ``per_head``: as in ``over_call``.
         """
 
-        def one_head(q: Array, k: Array, v: Array, head: Head, *arrays: Array) -> PyTree:
+        def one_head(head: Call, *arrays: Array) -> PyTree:
             visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
             one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
-            blocked = split_head(self.platform, q, k, v, head, one_block, differentiated=False)
+            blocked = split_head(self.platform, head, one_block, differentiated=False)
             # Not taken from blocked: of arrays with an axis for the one block, XLA for GPU transposes copies.
-            q, k, v = (x.astype(blocked.dtype) for x in (q, k.swapaxes(0, 1), v.swapaxes(0, 1)))
+            qkv = head.query, head.key.swapaxes(0, 1), head.value.swapaxes(0, 1)
+            q, k, v = (x.astype(blocked.dtype) for x in qkv)
             return fn(blocked, Block(q, k, v, blocked.arrays.bias), *arrays)
 
         block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
-        return over_args(one_head, block, out_axes, per_head=per_head)
+        return over_call(one_head, block, out_axes, per_head=per_head)
 
-    def _block(self, i: Index, j: Index, masked: bool) -> AttentionArgs:
-        args, size = self.args, self.plan.size
+    def _block(self, i: Index, j: Index, masked: bool) -> Call:
+        call, size = self.call, self.plan.size
         return dataclasses.replace(
-            args,
-            bias=None if args.bias is None else take_block(args.bias, i, j, size),
-            slot_masks=tuple(take_block(x, i, j, size) for x in args.slot_masks) if masked else (),
+            call,
+            bias=None if call.bias is None else take_block(call.bias, i, j, size),
+            slot_masks=tuple(take_block(x, i, j, size) for x in call.slot_masks) if masked else (),
             query_positions=self.query_positions[i],
             kv_positions=self.kv_positions[j],
         )
 
 
-def _blocked_call(platform: str, args: AttentionArgs, plan: BlockPlan) -> _BlockedCall:
-    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
+def _blocked_call(platform: str, call: Call, plan: BlockPlan) -> _BlockedCall:
+    (T, S), (rows, columns) = (call.query.shape[1], call.key.shape[1]), plan.size
     query_positions, kv_positions = (
         _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
-        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
+        for positions, length, size in ((call.query_positions, T, rows), (call.kv_positions, S, columns))
     )
     padded = dataclasses.replace(
-        args,
-        bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
-        slot_masks=tuple(pad_slot_masks(args.slot_masks, (T, S), plan.size, lead=(1, 1))),
+        call,
+        bias=None if call.bias is None else pad_to_blocks(call.bias, plan.size),
+        slot_masks=tuple(pad_slot_masks(call.slot_masks, (T, S), plan.size, lead=(1, 1))),
     )
     return _BlockedCall(platform, padded, plan, query_positions, kv_positions)
 

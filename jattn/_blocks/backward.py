@@ -18,16 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float
 
 from jattn._blocks import all_heads
 from jattn._blocks.block import BlockPlan, split_head
 from jattn._blocks.block_lists import Piece, split_axis
 from jattn._blocks.online_softmax import IfListed, join_rows, log_sum_exp, scan_blocks
-from jattn._blocks.plan import BlockSizes, plan_args
+from jattn._blocks.plan import BlockSizes, plan_call
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import NAMES, Head, softmax_dtype
+from jattn._core.attention import NAMES
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.operation import ReverseRule
 from jattn._mods.pytree import split_arrays
 
@@ -35,7 +35,7 @@ from jattn._mods.pytree import split_arrays
 def differentiable(
     forward: deferred.Function,
     accumulate: deferred.Function,
-    args: PyTree,
+    call: Call,
     *static: Hashable,
     backward: ReverseRule | None = None,
     count: int | None = 3,
@@ -46,24 +46,23 @@ def differentiable(
     """``(out, lse)`` of one head or of many, with the rule at the top of this file.
 
     Args:
-        forward: ``(platform, args, *static, with_error) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
+        forward: ``(platform, call, *static, with_error) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
             ``[..., T, ..., D]``; the others ``[..., T, ...]``. ``with_error``: then also ``rounding_error`` of ``out``.
-        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
-        args: a pytree whose first three leaves are query, key and value.
+        accumulate: ``(platform, call, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
+        call: of one head or of many, canonical.
         static: hashable.
-        backward: ``(platform, (args, results, *static), cotangents, wanted) -> those of the arrays in args``: the
+        backward: ``(platform, (call, results, *static), cotangents, wanted) -> those of the arrays in call``: the
             reverse derivative, written by hand, where nothing but the first ``count`` arrays is differentiated, or also
             there if ``not alone``; None: all arrays. ``results``: what ``forward`` returned; ``cotangents``: of
             ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the numbers of the arrays
             whose cotangents are needed.
-        lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
+        lse: ``(platform, call, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
             others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
         returns_error: whether ``forward`` knows the rounding error of ``out``. Scores that move together, as with what
             keys have in common, change no weight. With a rounded ``out`` in the rule, a row's ``d_score`` do not sum to
             0, and the gradient of the query has what is left times what the keys have in common.
     """
-    leaves, (arrays, join) = jax.tree.leaves(args), split_arrays(args)
-    query, _, value = leaves[:3]
+    leaves, (arrays, join), query, value = jax.tree.leaves(call), split_arrays(call), call.query, call.value
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     dtype = softmax_dtype(query)
     rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
@@ -124,24 +123,24 @@ class _Tangents:
     rounded: bool
     lse: deferred.Function | None
 
-    def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
+    def __call__(self, platform: str, call: Call, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
         row_max, inverse = lax.stop_gradient(results[1]), _inverse(results[2])
         if self.rounded and self.lse is not None:
-            arrays, join = split_arrays(args)
+            arrays, join = split_arrays(call)
             row_max = self.lse(platform, join(lax.stop_gradient(arrays)), *static)
-        acc, row_sum = self.accumulate(platform, args, row_max, *static)
+        acc, row_sum = self.accumulate(platform, call, row_max, *static)
         rest = row_sum
         if self.rounded:
             # If row_max moves by the tangent of the lse, hardly a tangent of row_sum is left to multiply out by.
-            moved = self._moved(platform, args, row_max, row_sum * inverse, (acc, row_sum), *static)
+            moved = self._moved(platform, call, row_max, row_sum * inverse, (acc, row_sum), *static)
             acc, rest = jax.tree.map(jnp.add, (acc, row_sum), moved)
         return acc * inverse[..., None] - exact_out(results) * (rest * inverse)[..., None], row_sum
 
     def _moved(
-        self, platform: str, args: PyTree, row_max: Array, by: Array, like: tuple[Array, Array], *static: Hashable
+        self, platform: str, call: Call, row_max: Array, by: Array, like: tuple[Array, Array], *static: Hashable
     ) -> tuple[Array, Array]:
         """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
-        arrays, join = split_arrays(args)
+        arrays, join = split_arrays(call)
 
         @jax.custom_jvp
         def zeros(by: Array, row_max: Array, arrays: list[Array]) -> tuple[Array, Array]:
@@ -182,16 +181,16 @@ def exact_out(results: Sequence[Array]) -> Array:
     return out.astype(row_max.dtype) + error.astype(row_max.dtype)
 
 
-def is_whole(args: AttentionArgs) -> bool:
+def is_whole(call: Call) -> bool:
     """Whether ``balanced`` applies to a canonical call in 16 bits: with all keys of a row, and no score function.
 
     A query in the softmax's dtype has a part of the keys.
     """
-    return args.score_mod is None and args.query.dtype == args.key.dtype != softmax_dtype(args.query)
+    return call.score_mod is None and call.query.dtype == call.key.dtype != softmax_dtype(call.query)
 
 
 def balanced(
-    args: AttentionArgs,
+    call: Call,
     results: Sequence[Array],
     cotangents: Sequence[Array | None],
     of_qkv: Sequence[Array],
@@ -207,11 +206,11 @@ def balanced(
     d_query, d_key, d_value = of_qkv
     d_row_sum, dtype = cotangents[1], totals.dtype
     missing = (0.0 if d_row_sum is None else d_row_sum * results[2]) - totals
-    counts = (d_value != 0).any(-1, keepdims=True) & jnp.isfinite(args.key).all(-1, keepdims=True)
+    counts = (d_value != 0).any(-1, keepdims=True) & jnp.isfinite(call.key).all(-1, keepdims=True)
     number = counts.sum(1, keepdims=True).astype(dtype)
-    mean = jnp.where(counts, args.key, 0).sum(1, keepdims=True, dtype=dtype) / jnp.maximum(number, 1.0)
-    common = jnp.repeat(mean, args.query.shape[2] // args.key.shape[2], axis=2)
-    added = (missing * args.score_scale)[..., None] * common
+    mean = jnp.where(counts, call.key, 0).sum(1, keepdims=True, dtype=dtype) / jnp.maximum(number, 1.0)
+    common = jnp.repeat(mean, call.query.shape[2] // call.key.shape[2], axis=2)
+    added = (missing * call.score_scale)[..., None] * common
     return [(d_query.astype(dtype) + added).astype(d_query.dtype), d_key, d_value]
 
 
@@ -221,23 +220,21 @@ def _inverse(row_sum: Array) -> Array:
 
 
 def accumulate(
-    platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
+    platform: str, call: Call, row_max: Float[Array, "B T N"], sizes: BlockSizes
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
     """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a call, for any ``row_max``."""
     one_head, per_head = functools.partial(accumulate_head, platform), [jnp.moveaxis(row_max, 2, 1)]
-    plan = plan_args(platform, args, sizes)
-    return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
+    plan = plan_call(platform, call, sizes)
+    return plan.over_heads(one_head, call, out_axes=1, per_head=per_head, recompute=True)
 
 
-def accumulate_head(
-    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, row_max: Array
-) -> tuple[Array, Array]:
+def accumulate_head(platform: str, head: Call, plan: BlockPlan, row_max: Array) -> tuple[Array, Array]:
     """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
 
     In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a
     larger set of keys, the ``acc`` of all its subsets add up to the output, and their ``row_sum`` to 1.
     """
-    blocked = split_head(platform, q, k, v, head, plan)
+    blocked = split_head(platform, head, plan)
     dtype = blocked.arrays.q.dtype
     row_max = split_axis(jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype), 0, plan.size[0])
 
@@ -253,27 +250,27 @@ def accumulate_head(
         added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
 
-    zeros = jnp.zeros((*blocked.arrays.q.shape[:2], v.shape[1]), dtype), jnp.zeros_like(row_max)
-    return tuple(join_rows(x, q) for x in scan_blocks(visit, zeros, blocked))  # type: ignore
+    zeros = jnp.zeros((*blocked.arrays.q.shape[:2], head.value.shape[1]), dtype), jnp.zeros_like(row_max)
+    return tuple(join_rows(x, head.query) for x in scan_blocks(visit, zeros, blocked))  # type: ignore
 
 
 def gradients_of_qkv(
-    platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
+    platform: str, call: Call, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
 ) -> Sequence[Array]:
     """The cotangents of query, key and value of a call.
 
     ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
     """
     row_max, of_results = results[1], of_sums(results, cotangents)
-    plan, whole = plan_args(platform, args, sizes), platform != "cpu" and is_whole(args)
-    if plan.all_at_once and not args.sharded:
-        gradients = all_heads.gradients(platform, args, row_max, *of_results, plan.blocks, of_row_max=whole)
+    plan, whole = plan_call(platform, call, sizes), platform != "cpu" and is_whole(call)
+    if plan.all_at_once and not call.sharded:
+        gradients = all_heads.gradients(platform, call, row_max, *of_results, plan.blocks, of_row_max=whole)
     else:
 
         def sums(query: Array, key: Array, value: Array, row_max: Array = row_max) -> tuple[Array, Array]:
-            return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
+            return accumulate(platform, dataclasses.replace(call, query=query, key=key, value=value), row_max, sizes)
 
-        arrays = args.query, args.key, args.value, *[row_max] * whole
+        arrays = call.query, call.key, call.value, *[row_max] * whole
         gradients = jax.vjp(sums, *arrays)[1](of_results)
     of_qkv, totals = gradients[:3], [-x for x in gradients[3:]]
-    return balanced(args, results, cotangents, of_qkv, *totals) if totals else of_qkv
+    return balanced(call, results, cotangents, of_qkv, *totals) if totals else of_qkv

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn._blocks.block_lists import BlockList, Piece, Size, block_lists, split_axis
-from jattn._core.attention import Head, apply_score_mod, evaluate_mask, softmax_dtype
+from jattn._core.attention import apply_score_mod, evaluate_mask
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.dropout import drop
 from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 
@@ -58,7 +59,7 @@ class BlockedHead:
     """One head split into blocks: the equations of a block, and the lists of full and partial blocks."""
 
     arrays: HeadArrays
-    options: Head  # with batch and head as arrays
+    call: Call  # with first_batch and first_head as arrays
     scale: Array
     plan: BlockPlan
     dtype: DTypeLike  # the softmax's, of blocks and their results
@@ -69,7 +70,7 @@ class BlockedHead:
         """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
         indices = self.indices(i, j, piece)
         visible = jnp.ones((indices[2].shape[0], indices[3].shape[1]), bool)
-        for mask in self.options.masks:
+        for mask in self.call.masks:
             visible &= evaluate_mask(mask, indices)
         for array in self.arrays.slot_masks:
             visible &= _of_piece(take_block(array, i, j, self.plan.size), piece)
@@ -95,8 +96,8 @@ class BlockedHead:
             scores = self.product("qh,hk->qk", q, k) * self.scale
         if bias is not None:
             scores += bias
-        if self.options.score_mod is not None:
-            scores = apply_score_mod(self.options.score_mod, scores, visible, self.indices(i, j, piece))
+        if self.call.score_mod is not None:
+            scores = apply_score_mod(self.call.score_mod, scores, visible, self.indices(i, j, piece))
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
 
     def softmax_sums(
@@ -125,11 +126,11 @@ class BlockedHead:
 
     def drop(self, exponentials: Array, i: Index, j: Index, piece: Piece | None = None) -> Array:
         """The exponentials, or weights, of the block after dropout."""
-        return drop(exponentials, self.options.dropout, self.indices(i, j, piece))
+        return drop(exponentials, self.call.dropout, self.indices(i, j, piece))
 
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
-        return _product(subscripts, self.product_dtype, self.options.precision, x, y)
+        return _product(subscripts, self.product_dtype, self.call.precision, x, y)
 
     def take(self, i: Index, j: Index, *, transposable: bool = True) -> Block:
         """The slices of block ``(i, j)``, linear in the arrays."""
@@ -143,17 +144,16 @@ class BlockedHead:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
         if piece is not None:
             rows, columns = rows[piece[0]], columns[piece[1]]
-        return self.options.batch, self.options.head, rows[:, None], columns[None, :]
+        return self.call.first_batch, self.call.first_head, rows[:, None], columns[None, :]
 
 
-def split_head(
-    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, *, differentiated: bool = True
-) -> BlockedHead:
+def split_head(platform: str, head: Call, plan: BlockPlan, *, differentiated: bool = True) -> BlockedHead:
     """Splits one head into blocks.
 
     ``differentiated``: keep query, key and value in the softmax's dtype, in which the gradients of blocks are added up.
     """
-    T, S, dtype, (rows, columns) = q.shape[0], k.shape[0], softmax_dtype(q), plan.size
+    q, k, v = head.query, head.key, head.value
+    (T, S), dtype, (rows, columns) = head.lengths, softmax_dtype(q), plan.size
     q_positions, kv_positions = (
         split_axis(jnp.arange(length) if positions is None else jnp.asarray(positions), 0, size, fill=None)
         for positions, length, size in ((head.query_positions, T, rows), (head.kv_positions, S, columns))
@@ -168,10 +168,11 @@ def split_head(
         kv_positions=kv_positions,
         slot_masks=pad_slot_masks(head.slot_masks, (T, S), plan.size),
     )
-    scale = jnp.asarray(q.shape[-1] ** -0.5 if head.scale is None else head.scale, dtype)
-    options = dataclasses.replace(head, batch=jnp.asarray(head.batch), head=jnp.asarray(head.head))
+    scale = jnp.asarray(head.score_scale, dtype)
+    indices = {"first_batch": jnp.asarray(head.first_batch), "first_head": jnp.asarray(head.first_head)}
     lists = block_lists(plan.any_visible, plan.all_visible)
-    return BlockedHead(arrays, options, scale, plan, dtype, product_dtype(platform, k), lists)
+    head = dataclasses.replace(head, **indices)
+    return BlockedHead(arrays, head, scale, plan, dtype, product_dtype(platform, k), lists)
 
 
 def _of_piece(array: Array, piece: Piece | None) -> Array:

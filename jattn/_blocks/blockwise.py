@@ -7,7 +7,9 @@ from jaxtyping import Array, ArrayLike, Float
 from jattn._blocks.backward import accumulate_head, differentiable
 from jattn._blocks.online_softmax import forward_head
 from jattn._blocks.plan import BlockSizes, plan_head
-from jattn._core.attention import HeadOptions, convert_mods, make_head
+from jattn._core.arguments import make_head
+from jattn._core.call import Call, HeadOptions
+from jattn._core.vmap import canonical
 
 
 def blockwise(
@@ -41,16 +43,12 @@ def blockwise(
         >>> np.allclose(out, jattn.attend(q, k, v, mask=causal)[0], atol=1e-4)
         True
     """
-    checked_head = convert_mods(make_head(q, k, v, head, **options), q, (q.shape[0], k.shape[0]))
-    return differentiable(_forward, _accumulate, (q, k, v, checked_head), block_sizes)
+    return differentiable(_forward, _accumulate, canonical(make_head(q, k, v, head=head, **options)), block_sizes)
 
 
-def _forward(platform: str, qkv_and_head: tuple, block_sizes: BlockSizes, with_error: bool) -> tuple[Array, ...]:
-    q, k, v, head = qkv_and_head
-    plan = plan_head(platform, q, k, head, block_sizes, forward=True)
-    return forward_head(platform, q, k, v, head, plan, with_error=with_error)
+def _forward(platform: str, head: Call, block_sizes: BlockSizes, with_error: bool) -> tuple[Array, ...]:
+    return forward_head(platform, head, plan_head(platform, head, block_sizes, forward=True), with_error=with_error)
 
 
-def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes: BlockSizes) -> tuple[Array, Array]:
-    q, k, v, head = qkv_and_head
-    return accumulate_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes), row_max)
+def _accumulate(platform: str, head: Call, row_max: Array, block_sizes: BlockSizes) -> tuple[Array, Array]:
+    return accumulate_head(platform, head, plan_head(platform, head, block_sizes), row_max)

@@ -21,9 +21,9 @@ from jattn._blocks import all_heads
 from jattn._blocks.all_heads import rounding_error
 from jattn._blocks.block import BlockedHead, BlockPlan, product_dtype, split_head
 from jattn._blocks.block_lists import BlockList, Piece, fold_row
-from jattn._blocks.plan import BlockSizes, plan_args
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head, row_maximum, softmax_dtype
+from jattn._blocks.plan import BlockSizes, plan_call
+from jattn._core.attention import row_maximum
+from jattn._core.call import Call, softmax_dtype
 from jattn._mods.arrays import Index
 
 IfListed = Callable[[Callable[[], PyTree], PyTree], PyTree]  # ``(compute, otherwise) -> one of them``
@@ -31,28 +31,29 @@ VisitListed = Callable[[PyTree, Array, Array, bool, IfListed], PyTree]  # as ``s
 
 
 def forward(
-    platform: str, args: AttentionArgs, sizes: BlockSizes, with_error: bool = False
+    platform: str, call: Call, sizes: BlockSizes, with_error: bool = False
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``).
 
     ``with_error``: also the ``rounding_error`` of ``out``.
     """
-    plan = plan_args(platform, args, sizes, forward=True)
-    if platform in all_heads.GPUS and plan.all_at_once and not args.sharded:
-        return all_heads.forward(platform, args, plan.blocks, with_error)
-    return plan.over_heads(functools.partial(forward_head, platform, with_error=with_error), args, out_axes=1)
+    plan = plan_call(platform, call, sizes, forward=True)
+    if platform in all_heads.GPUS and plan.all_at_once and not call.sharded:
+        return all_heads.forward(platform, call, plan.blocks, with_error)
+    return plan.over_heads(functools.partial(forward_head, platform, with_error=with_error), call, out_axes=1)
 
 
 def forward_head(
-    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, *, with_error: bool = False
+    platform: str, head: Call, plan: BlockPlan, *, with_error: bool = False
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives.
 
     ``with_error``: as in ``forward``.
     """
+    q = head.query
     summed = platform == "tpu" and head.dropout is None and product_dtype(platform, q) != softmax_dtype(q)
-    blocked = split_head(platform, q, k, v, head, plan, differentiated=False)
-    out, row_max, row_sum, *error = online_softmax(blocked, summed, v.dtype, with_error)
+    blocked = split_head(platform, head, plan, differentiated=False)
+    out, row_max, row_sum, *error = online_softmax(blocked, summed, head.value.dtype, with_error)
     return join_rows(out, q), join_rows(row_max, q), join_rows(row_sum, q), *(join_rows(x, q) for x in error)
 
 

@@ -14,9 +14,8 @@ from jaxtyping import Array, PyTree
 from jattn._blocks.block import BlockPlan
 from jattn._blocks.block_lists import Piece, Size, Tables, choose_blocks
 from jattn._blocks.block_mask import Visibility
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head
-from jattn._core.vmap import Loop, over_args
+from jattn._core.call import Call
+from jattn._core.vmap import Loop, over_call
 from jattn._mods.arrays import AnyArray, Length, arange, cdiv
 
 BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
@@ -36,27 +35,27 @@ class HeadsPlan(NamedTuple):
 
     def over_heads(
         self,
-        one_head: Callable[Concatenate[Array, Array, Any, Head, BlockPlan, ...], PyTree],
-        args: AttentionArgs,
+        one_head: Callable[Concatenate[Call, BlockPlan, ...], PyTree],
+        call: Call,
         out_axes: PyTree[int],
         *,
         per_head: Sequence[Array] = (),
         per_sequence: Sequence[Array] = (),
         recompute: bool = False,
     ) -> PyTree[Array]:
-        """``one_head(q, k, v, head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
+        """``one_head(head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
 
-        The rest as in ``over_args``.
+        The rest as in ``over_call``.
         """
         count = len(per_head)
 
-        def with_plan(q: Array, k: Array, v: Any, head: Head, *arrays: Any) -> PyTree:
+        def with_plan(head: Call, *arrays: Any) -> PyTree:
             tables = {"any_visible": arrays[count], "all_visible": arrays[count + 1]}
-            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:count], *arrays[count + 2 :])
+            return one_head(head, self.blocks._replace(**tables), *arrays[:count], *arrays[count + 2 :])
 
-        return over_args(
+        return over_call(
             with_plan,
-            args,
+            call,
             out_axes,
             per_head=per_head,
             per_sequence=(self.blocks.any_visible, self.blocks.all_visible, *per_sequence),
@@ -66,50 +65,47 @@ class HeadsPlan(NamedTuple):
         )
 
 
-def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
+def plan_call(platform: str, call: Call, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
     """The plan of a canonical call (``jattn._core.vmap.canonical``).
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
     the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for
     all sequences. On one accelerator vmap, but over sequences only if they share a table.
     """
-    lengths = args.query.shape[1], args.key.shape[1]
     size, (any_visible, all_visible), pieces = choose_blocks(
-        functools.partial(block_table, args), *lengths, sizes, cuts=platform == "cpu", large_if_cut=forward
+        functools.partial(block_table, call), *call.lengths, sizes, cuts=platform == "cpu", large_if_cut=forward
     )
-    if args.sharded:
+    if call.sharded:
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
-    blocks = BlockPlan(size, any_visible, all_visible, visibility(args).all_seen(), pieces)
-    if args.sharded:
+    blocks = BlockPlan(size, any_visible, all_visible, visibility(call).all_seen(), pieces)
+    if call.sharded:
         return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
     if platform == "cpu":
         return HeadsPlan(blocks, Loop.SEQUENTIAL, Loop.SEQUENTIAL)
     return HeadsPlan(blocks, Loop.VMAP, Loop.SEQUENTIAL if any_visible.shape[0] > 1 else Loop.VMAP)
 
 
-def plan_head(
-    platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
-) -> BlockPlan:
+def plan_head(platform: str, head: Call, block_sizes: BlockSizes, *, forward: bool = False) -> BlockPlan:
     """The plan of a single head."""
-    lengths, indices = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
-    pairs = Visibility(lengths, head.masks, head.slot_masks, *indices)
+    indices = head.first_batch, head.first_head, head.query_positions, head.kv_positions
+    pairs = Visibility(head.lengths, head.masks, head.slot_masks, *indices)
     size, tables, pieces = choose_blocks(
-        pairs.blocks, *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
+        pairs.blocks, *head.lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
     )
     return BlockPlan(size, *tables, pairs.all_seen(), pieces)
 
 
-def visibility(args: AttentionArgs) -> Visibility:
+def visibility(call: Call) -> Visibility:
     """Which pairs of a call are visible, with leading axes ``[B|1, N|1]``."""
-    B, T, N, _ = args.query.shape
-    b, h = args.first_batch + arange(B)[:, None], args.first_head + arange(N)[None, :]
-    positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
-    return Visibility((T, args.key.shape[1]), args.masks, args.slot_masks, b, h, *positions)
+    B, _, N, _ = call.query.shape
+    b, h = call.first_batch + arange(B)[:, None], call.first_head + arange(N)[None, :]
+    positions = (None if x is None else x[:, None] for x in (call.query_positions, call.kv_positions))
+    return Visibility(call.lengths, call.masks, call.slot_masks, b, h, *positions)
 
 
-def block_table(args: AttentionArgs, size: Size) -> Tables:
+def block_table(call: Call, size: Size) -> Tables:
     """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
-    any_visible, all_visible = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visibility(args).blocks(size))
+    any_visible, all_visible = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visibility(call).blocks(size))
     return any_visible.any(1), all_visible.all(1)
 
 

@@ -13,10 +13,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 from jattn._blocks.block import BlockPlan, split_head
 from jattn._blocks.block_lists import Size, split_axis
 from jattn._blocks.online_softmax import IfListed, scan_blocks
-from jattn._blocks.plan import BlockSizes, plan_args
+from jattn._blocks.plan import BlockSizes, plan_call
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head, softmax_dtype
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import Length, cdiv, pad_end
 from jattn._mods.closure_convert import Traced, traced
@@ -65,19 +64,19 @@ class Reduction:
         """The names of these kinds, without ``counts``."""
         return [name for one in kinds for name, kind in self.kinds if kind == one]
 
-    def results(self, args: AttentionArgs) -> dict[str, jax.ShapeDtypeStruct]:
+    def results(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
         """The type ``[B,N,...]`` of each result."""
-        (B, T, N, _), S = args.query.shape, args.key.shape[1]
+        (B, T, N, _), S = call.query.shape, call.key.shape[1]
         return {
             name: jax.ShapeDtypeStruct((B, N, _result_length(kind, T, S)), self.lse.dtype)
             for name, kind in self.result_kinds.items()
         }
 
 
-def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes) -> dict[str, Array]:
+def reduce_weights(call: Call, reduction: Reduction, sizes: BlockSizes) -> dict[str, Array]:
     """The results of a reduction, block by block; differentiable in its lse and in the arrays of the call."""
-    lengths, kinds = (args.query.shape[1], args.key.shape[1]), dict(reduction.kinds)
-    size = _block_size(args, sizes)
+    lengths, kinds = (call.query.shape[1], call.key.shape[1]), dict(reduction.kinds)
+    size = _block_size(call, sizes)
     T, S = (cdiv(length, of_block) * of_block for length, of_block in zip(lengths, size, strict=True))  # whole blocks
     init = {
         name: jnp.full(_result_length(kind, T, S), -jnp.inf if kind == "row_max" else 0, reduction.lse.dtype)
@@ -100,23 +99,23 @@ def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes)
         blocks = {name: _reduced(kind, values[name]) for name, kind in kinds.items()}
         return {name: _joined(x, kinds[name], blocks[name], starts, T - size[0]) for name, x in carry.items()}
 
-    sums = fold_blocks(args, step, init, reduction.lse, size, data, lowest_score(args))
+    sums = fold_blocks(call, step, init, reduction.lse, size, data, lowest_score(call))
     results = {name: _of_slots(x, kinds[name], lengths, (T, S)) for name, x in sums.items()}
-    return results | count_pairs(args, reduction, reduction.counts, sizes)
+    return results | count_pairs(call, reduction, reduction.counts, sizes)
 
 
-def lowest_score(args: AttentionArgs) -> float:
+def lowest_score(call: Call) -> float:
     """A score that is not above this hides a pair, as a mask does: -inf, as no other score is without bias or function.
 
     With these, also -1e8, or in float16 half its lowest number: what an additive mask adds, such as ``finfo.min``.
     """
-    if args.bias is None and args.score_mod is None:
+    if call.bias is None and call.score_mod is None:
         return -math.inf
-    return max(HIDDEN, float(jnp.finfo(args.query.dtype).min) / 2)
+    return max(HIDDEN, float(jnp.finfo(call.query.dtype).min) / 2)
 
 
 def fold_blocks(
-    args: AttentionArgs, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes,
+    call: Call, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes,
     per_sequence: Sequence[Array] = (), lowest: ArrayLike = -math.inf,
 ) -> PyTree[Array]:  # fmt: skip
     """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of every head: carries ``[B,N,...]``.
@@ -124,12 +123,12 @@ def fold_blocks(
     ``step`` also gets its sequence's entries of the arrays ``per_sequence``, ``[B|1,...]``. As ``fold_weights``, but
     with ``log_weights``, which are -inf where a score is not above ``lowest``.
     """
-    if 0 in (args.query.shape[1], args.key.shape[1]):  # there are no blocks
-        lead = args.query.shape[0], args.query.shape[2]
+    if 0 in (call.query.shape[1], call.key.shape[1]):  # there are no blocks
+        lead = call.query.shape[0], call.query.shape[2]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*lead, *jnp.shape(x))), init)
-    size, args, (B, _, N, _) = _block_size(args, sizes), canonical(args), args.query.shape
+    size, call, (B, _, N, _) = _block_size(call, sizes), canonical(call), call.query.shape
     block_types = (
-        jax.ShapeDtypeStruct(size, softmax_dtype(args.query)),
+        jax.ShapeDtypeStruct(size, softmax_dtype(call.query)),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size[0], 1), (1, size[1]))),
     )
     structure = jax.tree.structure(init)
@@ -144,33 +143,33 @@ def fold_blocks(
 
     program = traced(flat_step, *carry_types, *block_types, *extra_types)
     out = [jax.ShapeDtypeStruct((B, N, *x.shape), x.dtype) for x in init]
-    carries = deferred.call(_fold, args, program, init, lse, list(per_sequence), size, lowest, out=out)
+    carries = deferred.call(_fold, call, program, init, lse, list(per_sequence), size, lowest, out=out)
     return structure.unflatten(carries)
 
 
-def _block_size(args: AttentionArgs, sizes: BlockSizes) -> Size:
+def _block_size(call: Call, sizes: BlockSizes) -> Size:
     """One block size for all platforms: that of the types of a step's arguments."""
-    return plan_args("", canonical(args), sizes).blocks.size
+    return plan_call("", canonical(call), sizes).blocks.size
 
 
-def count_pairs(args: AttentionArgs, reduction: Reduction, names: Sequence[str], sizes: BlockSizes) -> dict[str, Array]:
+def count_pairs(call: Call, reduction: Reduction, names: Sequence[str], sizes: BlockSizes) -> dict[str, Array]:
     """These of the reduction's ``counts``."""
     if not names:
         return {}
-    results = reduction.results(args)
+    results = reduction.results(call)
     out, counts = {name: results[name] for name in names}, reduction.rows["counts"]
-    return deferred.call(_count_pairs, canonical(args), counts, sizes, tuple(names), out=out)
+    return deferred.call(_count_pairs, canonical(call), counts, sizes, tuple(names), out=out)
 
 
 def _fold(
-    platform: str, args: AttentionArgs, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size,
+    platform: str, call: Call, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size,
     lowest: ArrayLike,
 ) -> list[Array]:  # fmt: skip
-    plan = plan_args(platform, args, size)
+    plan = plan_call(platform, call, size)
     rows, columns = plan.blocks.size
 
-    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan, lse: Array, *extra: Array) -> list:
-        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, head_plan)
+    def one_head(head: Call, head_plan: BlockPlan, lse: Array, *extra: Array) -> list:
+        blocked = split_head(platform, dataclasses.replace(head, value=head.key[:, :0]), head_plan)
         block_lse = split_axis(lse.astype(blocked.arrays.q.dtype), 0, rows)
         block_lse = jnp.where(block_lse == -jnp.inf, 0.0, block_lse)  # a row that sees nothing: exp(-inf - 0) = 0
 
@@ -189,23 +188,23 @@ def _fold(
         return scan_blocks(visit, init, blocked)
 
     per_head = [jnp.moveaxis(lse, 2, 1)]
-    return plan.over_heads(one_head, args, out_axes=0, per_head=per_head, per_sequence=per_sequence)
+    return plan.over_heads(one_head, call, out_axes=0, per_head=per_head, per_sequence=per_sequence)
 
 
 def _count_pairs(
-    platform: str, args: AttentionArgs, counts: Array, sizes: BlockSizes, names: tuple[str, ...]
+    platform: str, call: Call, counts: Array, sizes: BlockSizes, names: tuple[str, ...]
 ) -> dict[str, Array]:
     """Evaluates masks in partial blocks only."""
-    plan, (T, S) = plan_args(platform, args, sizes), (args.query.shape[1], args.key.shape[1])
-    dtype, (rows, columns) = softmax_dtype(args.query), plan.blocks.size
+    plan, (T, S) = plan_call(platform, call, sizes), (call.query.shape[1], call.key.shape[1])
+    dtype, (rows, columns) = softmax_dtype(call.query), plan.blocks.size
     whole = cdiv(T, rows) * rows, cdiv(S, columns) * columns
     # The rows of a full block that have a key at each of its offsets.
     offsets = np.arange(rows + columns - 1) - (rows - 1)
     first, end = np.clip(-offsets, 0, rows), np.clip(columns - offsets, 0, rows)
 
-    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan, counts: Array) -> dict[str, Array]:
-        no_features, head = jnp.zeros((k.shape[0], 0), k.dtype), dataclasses.replace(head, scale=1.0)
-        blocked = split_head(platform, q[:, :0], no_features, no_features, head, head_plan)
+    def one_head(head: Call, head_plan: BlockPlan, counts: Array) -> dict[str, Array]:
+        q, k = head.query[:, :0], head.key[:, :0]
+        blocked = split_head(platform, dataclasses.replace(head, query=q, key=k, value=k, scale=1.0), head_plan)
         block_counts = split_axis(counts, 0, rows)
 
         def visit(sums: dict[str, Array], i: Array, j: Array, masked: bool, if_listed: IfListed) -> dict[str, Array]:
@@ -233,9 +232,9 @@ def _count_pairs(
         return {name: _of_slots(x, COUNTS[name], (T, S), whole).astype(dtype) for name, x in sums.items()}
 
     if 0 in (T, S):
-        shapes = {name: (*args.query.shape[:3:2], _result_length(COUNTS[name], T, S)) for name in names}
+        shapes = {name: (*call.query.shape[:3:2], _result_length(COUNTS[name], T, S)) for name in names}
         return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-    return plan.over_heads(one_head, args, out_axes=0, per_sequence=[counts])
+    return plan.over_heads(one_head, call, out_axes=0, per_sequence=[counts])
 
 
 def _result_length(kind: str, T: Length, S: Length) -> Length:

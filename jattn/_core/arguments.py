@@ -1,216 +1,113 @@
-"""``AttentionArgs``: the checked arguments of ``dot_product_attention``, which every implementation takes."""
+"""Arguments of attention, checked: ``make_call`` for all heads, ``make_head`` for one."""
 
-import dataclasses
 import operator
-from typing import Any, SupportsIndex, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike
 
-from jattn._core.attention import softmax_dtype
-from jattn._core.chunk import Chunk, Slots, slot_indices, take, take_pairs
+from jattn._core.call import ARRAYS, Call, MaskLike, SharedOptions, softmax_dtype
 from jattn._core.dropout import Dropout
-from jattn._mods.arrays import AnyArray, Index, Length, arange
+from jattn._mods.arrays import AnyArray, Length, arange
+from jattn._mods.closure_convert import depends_on
 from jattn._mods.keywords import suggest_keywords
-from jattn._mods.pytree import known, pytree_dataclass, static_field
-from jattn._mods.validation import LARGEST, check_array, check_fits, check_signature, to_int32, to_number
-from jattn.masks import Causal, MaskFunction, SlidingWindow
-from jattn.score_mods import ScoreMod
+from jattn._mods.pytree import known
+from jattn._mods.validation import LARGEST, check_array, check_fits, check_signature, pair, to_int32, to_number
+from jattn.masks import Causal, SlidingWindow
 
-
-class ScoreOptions(TypedDict, total=False):
-    """The keywords of ``jattn.dot_product_attention`` that affect the weights, except ``bias``, ``mask`` and sinks."""
-
-    scale: ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
-    score_mod: ScoreMod | None
-    query_positions: ArrayLike | None
-    kv_positions: ArrayLike | None
-    precision: jax.lax.PrecisionLike
-
-
-class AttentionOptions(ScoreOptions, total=False):
-    """Those that affect the output: all its keywords except ``bias``, ``mask`` and what is computed and returned."""
-
-    sinks: ArrayLike | None
-    dropout_rate: float
-    dropout_rng: Array | None
-    broadcast_dropout: bool
-
-
-@pytree_dataclass
-class Stack:
-    """The arrays of all layers of which a call's key and value are one, for kernels that read these where they are.
-
-    XLA copies a layer to hand it to a kernel, which takes as long as to attend to it. What a kernel does not read of
-    ``AttentionArgs.key`` and ``value`` is not copied. What is differentiated has none (``jattn.api.attend_in_stack``).
-    """
-
-    key: Float[Array, "L B S K H"]
-    value: Float[Array, "L B S K D"]
-    layer: Any  # an index
-
-    def take(self, columns: Chunk) -> tuple[Array, Array]:
-        """The layer's keys and values in these slots."""
-
-        def part(x: Array) -> Array:
-            _, B, _, K, H = x.shape
-            at = [jnp.asarray(i, jnp.int32) for i in (self.layer, 0, columns.first, 0, 0)]
-            return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
-
-        return part(self.key), part(self.value)
-
-
-@pytree_dataclass
-class AttentionArgs:
-    """One checked call of ``jattn.dot_product_attention``, batched: all heads of all sequences.
-
-    ``bias`` and ``slot_masks`` are ``[B|1, N|1, T|1, S|1]``, by slot. ``masks`` and ``score_mod`` see positions,
-    ``[B|1, T]`` and ``[B|1, S]``, or None for the slots themselves. Masks and positions given as NumPy arrays stay
-    NumPy arrays, which are static while tracing. Sinks are not part of it; they are merged into the result.
-    """
-
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Any  # [B,S,K,D]; None if only the weights are needed
-    scale: AnyArray | int | float | None  # None: 1 / sqrt(H)
-    bias: Float[Array, "#B #N #T _"] | None  # in a ring, with the columns of all devices
-    masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
-    slot_masks: tuple[AnyArray, ...]
-    query_lengths: AnyArray | None  # [B]; also among the slot_masks
-    kv_lengths: AnyArray | None
-    score_mod: ScoreMod | None
-    query_positions: AnyArray | None
-    kv_positions: AnyArray | None
-    dropout: Dropout | None
-    first_batch: Index = 0  # the indices of its first sequence and head, for masks, score functions and dropout
-    first_head: Index = 0
-    stack: Stack | None = None  # of exactly this key and value; a call with others has none
-    precision: jax.lax.PrecisionLike = static_field(default=None)
-    sharded: bool = static_field(default=False)  # the arrays may lie on several devices; set by ``canonical``
-
-    @property
-    def score_scale(self) -> AnyArray | int | float:
-        """``scale``, the default as a number."""
-        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    @property
-    def has_mask_array(self) -> bool:
-        """Whether there is a mask array besides the lengths."""
-        return len(self.slot_masks) > sum(x is not None for x in (self.query_lengths, self.kv_lengths))
-
-    def take(
-        self, *, rows: Slots | None = None, columns: Slots | None = None, heads: Chunk | None = None
-    ) -> "AttentionArgs":
-        """The call for some of its queries and heads, over some of its keys.
-
-        Bias and mask arrays are cut, too. Masks, score functions and dropout see the indices that they see in the whole
-        call: positions, which are the slots taken unless given, and heads. The lengths count slots of the whole call,
-        so only the mask arrays made from them remain.
-
-        Args:
-            rows, columns: the slots of queries and of keys.
-            heads: key/value heads, with the query heads that share them.
-        """
-        parts: dict[str, Any] = {}
-        if rows is not None:
-            positions = self.query_positions
-            positions = slot_indices(rows)[None] if positions is None else take(positions, rows, 1)
-            parts |= {"query": take(self.query, rows, 1), "query_positions": positions, "query_lengths": None}
-        if columns is not None:
-            positions = self.kv_positions
-            positions = slot_indices(columns)[None] if positions is None else take(positions, columns, 1)
-            parts |= {"key": take(self.key, columns, 1), "kv_positions": positions, "kv_lengths": None}
-            parts |= {"value": None if self.value is None else take(self.value, columns, 1), "stack": None}
-        query_heads = None
-        if heads is not None:
-            group = self.query.shape[2] // self.key.shape[2]
-            query_heads = Chunk(heads.first * group, heads.size * group)
-            key, value = parts.get("key", self.key), parts.get("value", self.value)
-            parts |= {"query": take(parts.get("query", self.query), query_heads, 2), "key": take(key, heads, 2)}
-            parts |= {"value": None if value is None else take(value, heads, 2), "stack": None}
-            parts["first_head"] = self.first_head + query_heads.first
-        bias, *slot_masks = (
-            take_pairs(x, rows=rows, columns=columns, heads=query_heads) for x in (self.bias, *self.slot_masks)
-        )
-        return dataclasses.replace(self, bias=bias, slot_masks=tuple(slot_masks), **parts)
+_KINDS = {jnp.floating: "floating", jnp.integer: "integers", bool: "bool"}
+_HINTS = {
+    "mask": (" (True: visible)", "; for an additive mask, use bias="),
+    "bias": (" (it is added to the scores)", "; bools go to mask="),
+}
 
 
 @suggest_keywords
-def make_args(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None, is_causal: Any = False,
+def make_call(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, is_causal: Any = False,
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
-    score_mod: Any = None, query_positions: Any = None, kv_positions: Any = None, dropout_rate: Any = 0.0,
-    dropout_rng: Any = None, broadcast_dropout: Any = False, precision: jax.lax.PrecisionLike = None,
-) -> AttentionArgs:  # fmt: skip
+    dropout_rate: Any = 0.0, dropout_rng: Any = None, broadcast_dropout: Any = False, **options: Unpack[SharedOptions],
+) -> Call:  # fmt: skip
     """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks. Takes anything."""
     query, key, value = _qkv(query, key, value)
-    B, T, N, _ = query.shape
-    S = key.shape[1]
-    # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
-    static = known if isinstance(query, Tracer) else lambda x: x
-    masks: list[MaskFunction] = [Causal()] if flag("is_causal", is_causal) else []
+    (B, T, N, _), S = query.shape, key.shape[1]
+    masks: list[Any] = [Causal()] if flag("is_causal", is_causal) else []
     if local_window_size is not None:
         masks.append(SlidingWindow(*_window(local_window_size)))
-    slot_masks = []
-    mask, score_mod = check_signature("mask", mask), check_signature("score_mod", score_mod)
-    if callable(mask):
-        masks.append(mask)
-    elif mask is not None:
-        slot_masks.append(_pairs("mask", static(mask), (B, N, T, S)))
-        if slot_masks[0].dtype != bool:
-            raise TypeError(
-                f"mask must be bool (True: visible), got {slot_masks[0].dtype}; for an additive mask, use bias="
-            )
-    query_lengths = _lengths("query_seq_lengths", static(query_seq_lengths), B)
-    kv_lengths = _lengths("key_value_seq_lengths", static(key_value_seq_lengths), B)
-    slot_masks += masks_of_lengths(query_lengths, kv_lengths, T, S)
-    if bias is not None:
-        bias = jnp.asarray(_pairs("bias", bias, (B, N, T, S)))
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias must be floating (it is added to the scores), got {bias.dtype}; bools go to mask=")
+    call = _make(
+        query, key, value, {"b": B, "n": N, "t": T, "s": S, "c": S}, masks if mask is None else [*masks, mask],
+        bias=bias, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout), **options,
+    )  # fmt: skip
+    by_slot = call.query_positions is None and call.kv_positions is None  # tables by position may have any length
+    for mod in (*call.masks, call.score_mod):
+        check_fits(mod, B, N, *((T, S) if by_slot else (None, None)))
+    return call
+
+
+@suggest_keywords
+def make_head(
+    q: Any, k: Any, v: Any, *, mask: MaskLike | None = None, bias: Any = None, batch: Any = None, head: Any = None,
+    dropout: Any = None, **options: Unpack[SharedOptions],
+) -> Call:  # fmt: skip
+    """The call of one head, checked, with the options of ``attend``; ``v`` is None if only the weights are needed."""
+    arrays = _same_dtype({"q": q, "k": k} | ({} if v is None else {"v": v}))
+    q, k, v = arrays["q"], arrays["k"], arrays.get("v")
+    by_key = k if v is None else v
+    if any(x.ndim != 2 for x in arrays.values()) or q.shape[1] != k.shape[1] or by_key.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"one head takes q [T, H], k [S, H] and v [S, D], got {_types(arrays)}; over_heads maps it over all heads, "
+            "and dot_product_attention takes batches"
+        )
+    if dropout is not None and not isinstance(dropout, Dropout):
+        dropout = _dropout(*pair("dropout", dropout, "(rate, key)"), False)
+    masks = [] if mask is None else mask if isinstance(mask, tuple | list) else [mask]
+    sizes = {"t": q.shape[0], "s": k.shape[0], "c": k.shape[0]}
+    indices = {"first_batch": 0 if batch is None else batch, "first_head": 0 if head is None else head}
+    call = _make(q, k, v, sizes, masks, bias=bias, dropout=dropout, **indices, **options)
+    mods: list[tuple] = [("mask", mask) for mask in call.masks]
+    mods += [] if call.score_mod is None else [("score_mod", call.score_mod, jnp.float32)]
+    for argument, index, position in (("batch", batch, -4), ("head", head, -3)):
+        for name, mod, *score in mods if index is None else ():
+            if depends_on(mod, position, *score):
+                raise ValueError(
+                    f"{name} differs by {argument}, but its index is not given: pass {argument}= (over_heads passes "
+                    f"head= to functions that take it, such as functools.partial(attend, ...))"
+                )
+    return call
+
+
+def _make(
+    query: Array, key: Array, value: Array | None, sizes: Mapping[str, Length], masks: Sequence[Any], **options: Any
+) -> Call:
+    """The call with these fields besides masks, checked; ``sizes``: those of the axes that it has, by their letters."""
+    # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
+    static = known if isinstance(query, Tracer) else lambda x: x
+    masks = [check_signature("mask", mask) for mask in masks]
+    slot_masks = [_fitting("mask", static(mask), sizes, "slot_masks") for mask in masks if not callable(mask)]
+    for name, x in options.items():
+        if name in ARRAYS and x is not None:
+            options[name] = _fitting(name, x if name == "bias" else static(x), sizes, name)
+    lengths = (options.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths"))
+    slot_masks += masks_of_lengths(*lengths, *(arange(sizes[axis], np.int32) for axis in "ts"))
+    score_mod = check_signature("score_mod", options.get("score_mod"))
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod)}")
-    query_positions = _positions("query_positions", static(query_positions), B, T)
-    kv_positions = _positions("kv_positions", static(kv_positions), B, S)
-    by_slot = query_positions is None and kv_positions is None  # tables by position may have any length
-    for mod in (*masks, score_mod):
-        check_fits(mod, B, N, *((T, S) if by_slot else (None, None)))
-    return AttentionArgs(
-        query=query,
-        key=key,
-        value=value,
-        scale=_scale(scale, query.shape),
-        bias=bias,
-        masks=tuple(masks),
-        slot_masks=tuple(slot_masks),
-        query_lengths=query_lengths,
-        kv_lengths=kv_lengths,
-        score_mod=score_mod,
-        query_positions=query_positions,
-        kv_positions=kv_positions,
-        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
-        precision=precision,
-    )
+    options |= {"scale": _scale(options.get("scale"), query.shape), "slot_masks": tuple(slot_masks)}
+    return Call(query, key, value, masks=tuple(filter(callable, masks)), **options)
 
 
 def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
-    arrays = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
-    arrays = {name: jnp.asarray(_array(name, x)) for name, x in arrays.items()}
-    shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
-    rank = arrays["query"].ndim
+    arrays = _same_dtype({"query": query, "key": key} | ({} if value is None else {"value": value}))
+    shapes, rank = _types(arrays), arrays["query"].ndim
     if rank not in (3, 4) or any(x.ndim != rank for x in arrays.values()):
         raise ValueError(
             f"query, key, value must all be [B, length, heads, dim] or all [length, heads, dim], got {shapes}"
         )
-    if len({x.dtype for x in arrays.values()}) != 1 or not jnp.issubdtype(arrays["query"].dtype, jnp.floating):
-        raise TypeError(f"query, key and value must have one floating dtype, got {shapes}; cast them first")
     arrays = {name: x[None] if rank == 3 else x for name, x in arrays.items()}
     query, key, value = arrays["query"], arrays["key"], arrays.get("value")
     needed = None
@@ -227,52 +124,68 @@ def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
     return query, key, value
 
 
-def _pairs(name: str, array: Any, full: tuple[Length, ...]) -> AnyArray:
-    """``bias`` or ``mask`` as ``[B|1, N|1, T|1, S|1]``."""
-    array = _array(name, array)
-    axes = full[4 - array.ndim :]
-    if array.ndim > 4 or any(size not in (1, wanted) for size, wanted in zip(array.shape, axes, strict=True)):
-        B, N, T, S = full
+def _same_dtype(arrays: Mapping[str, Any]) -> dict[str, Array]:
+    arrays = {name: jnp.asarray(as_array(name, x)) for name, x in arrays.items()}
+    dtype, *others = (x.dtype for x in arrays.values())
+    if any(other != dtype for other in others) or not jnp.issubdtype(dtype, jnp.floating):
+        *names, last = arrays
+        text = f"{', '.join(names)} and {last} must have one floating dtype"
+        raise TypeError(f"{text}, got {_types(arrays)}; cast them first")
+    return arrays
+
+
+def _types(arrays: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
+
+
+def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyArray:
+    """The argument ``name`` as an array of a field of ``Call``: with all of its axes, integers as int32."""
+    axes, kind = ARRAYS[field]
+    array, axes = as_array(name, x), [axis for axis in axes if axis[-1] in sizes]
+    full = [sizes[axis[-1]] for axis in axes]
+    first = next((i for i, axis in enumerate(axes) if axis[0] != "#"), len(axes))  # those before may be left out
+    left_out = len(axes) - array.ndim
+    fits = 0 <= left_out <= first and all(
+        size == whole or (size == 1 and axis[0] == "#")
+        for size, whole, axis in zip(array.shape, full[left_out:], axes[left_out:], strict=True)
+    )
+    if not jnp.issubdtype(array.dtype, kind):
+        meaning, instead = _HINTS.get(name, ("", ""))
+        raise TypeError(f"{name} must be {_KINDS[kind]}{meaning}, got {array.dtype}{instead}")
+    if not fits:
+        letters = [{"c": "S"}.get(axis[-1], axis[-1].upper()) for axis in axes]
+        *fewer, every = [f"[{', '.join(letters[i:])}]" for i in range(first, -1, -1)]
         hint = ""
-        if array.shape == (B, S):
+        if len(axes) == 4 and array.shape == (full[0], full[3]):
             hint = f"; a padding mask [B, S] is {name}[:, None, None, :]"
-        elif array.shape in ((B, T, S), (B, 1, S)):
+        elif len(axes) == 4 and array.shape in ((full[0], full[2], full[3]), (full[0], 1, full[3])):
             hint = f"; one per sequence is {name}[:, None]"
+        shapes = f"{', '.join(fewer)} or {every}" if fewer else every
         raise ValueError(
-            f"{name} must broadcast to [B, N, T, S] = {list(full)} and have rank 4, 3 ([N, T, S]), 2 ([T, S]), 1 ([S]) "
-            f"or 0, got shape {list(array.shape)}{hint}"
+            f"{name} must be {_KINDS[kind]} {shapes} = {full}{', with 1 where it is shared' if first else ''}, got "
+            f"shape {list(array.shape)}{hint}"
         )
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    if kind == jnp.floating:
+        array = jnp.asarray(array)
+    elif kind == jnp.integer:
+        array = to_int32(name, array)
+    return array.reshape((1,) * left_out + array.shape) if left_out else array
 
 
-def _lengths(name: str, lengths: Any, batch: Length) -> AnyArray | None:
-    if lengths is None:
-        return None
-    array = _array(name, lengths)
-    check_array(name, array, f"integers [B] = [{batch}]", jnp.integer, (batch,))
-    return to_int32(name, array)
-
-
-def masks_of_lengths(query_lengths: AnyArray | None, kv_lengths: AnyArray | None, T: Length, S: Length) -> list:
-    """The slots within the lengths, of those that are not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
+def masks_of_lengths(
+    query_lengths: AnyArray | None, kv_lengths: AnyArray | None, q_idx: AnyArray, kv_idx: AnyArray
+) -> list[AnyArray]:
+    """The slots ``[T]`` and ``[S]`` within the lengths that are not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
     masks = []
     if query_lengths is not None:
-        masks.append(arange(T, np.int32)[None, None, :, None] < query_lengths[:, None, None, None])
+        masks.append(q_idx[None, None, :, None] < query_lengths[:, None, None, None])
     if kv_lengths is not None:
-        masks.append(arange(S, np.int32)[None, None, None, :] < kv_lengths[:, None, None, None])
+        masks.append(kv_idx[None, None, None, :] < kv_lengths[:, None, None, None])
     return masks
 
 
-def _positions(name: str, positions: Any, batch: Length, length: Length) -> AnyArray | None:
-    if positions is None:
-        return None
-    array = _array(name, positions)
-    expected = f"integers [{length}] or [B, length] = [{batch}, {length}]"
-    check_array(name, array, expected, jnp.integer, (length,), (batch, length), (1, length))
-    return to_int32(name, array if array.ndim == 2 else array[None])
-
-
-def _array(name: str, x: object) -> AnyArray:
+def as_array(name: str, x: object) -> AnyArray:
+    """The argument ``name`` as an array; one of NumPy or JAX stays what it is."""
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return np.asarray(x) if isinstance(x, np.generic) else x
     try:
@@ -288,7 +201,7 @@ def flag(name: str, x: object) -> bool:
     return bool(x)
 
 
-def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float | None:
+def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float:
     if scale is not None:
         return to_number("scale", scale)
     if shape[-1] == 0:
@@ -323,16 +236,9 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
     return Dropout(rng, rate, broadcast)
 
 
-def make_lse(lse: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array:
+def make_lse(lse: ArrayLike, call: Call, one_sequence: bool) -> Array:
     """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
-    array, rows = jnp.asarray(_array("lse", lse)), args.query.shape[:3]
+    array, rows = jnp.asarray(as_array("lse", lse)), call.query.shape[:3]
     array = array[None] if one_sequence else array
     check_array("lse", array, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
-    return array.astype(softmax_dtype(args.query))
-
-
-def make_sinks(sinks: ArrayLike, lse: Array) -> Array:
-    """``sinks [N]`` broadcast to lse's shape ``[B,T,N]``, in its dtype."""
-    sinks = jnp.asarray(_array("sinks", sinks))
-    check_array("sinks", sinks, f"floats [N] = {list(lse.shape[2:])}", jnp.floating, lse.shape[2:])
-    return jnp.broadcast_to(sinks.astype(lse.dtype).reshape(1, 1, -1), lse.shape)
+    return array.astype(softmax_dtype(call.query))

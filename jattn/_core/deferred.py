@@ -16,8 +16,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,14 +159,14 @@ def _types(*operands: ShapedArray, function: Operation, results: Types) -> list[
 def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results: Types) -> Sequence[Any]:
     def run(*operands: Array) -> list[Array]:
         x64, precision = function.settings
-        with jax.enable_x64(x64), jax.default_matmul_precision(precision), _lowered_as(ctx.module_context):
+        with jax.enable_x64(x64), jax.default_matmul_precision(precision), _lowered_as(ctx):
             outputs = function(platform, *operands)
         types = tuple((tuple(x.shape), x.dtype) for x in outputs)
         assert types == results, f"{function}: {types} is not {results}"
         return outputs
 
     plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
-    module, context = ctx.module_context, ctx.module_context.axis_context
+    module, context = ctx.module_context, _of_jax(ctx, "axis_context")
     if getattr(context, "num_devices", 0) == 1 and context.device_assignment is None:
         # JAX lists the devices only where it sees an operation that XLA asks how to divide, and cuDNN's is hidden here.
         module = module.replace(axis_context=dataclasses.replace(context, device_assignment=(None,)))
@@ -173,10 +174,16 @@ def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-# Of the program that is being lowered: whether it is partitioned, whether it is exported, and a device.
-_lowering: contextvars.ContextVar[tuple[bool, bool, Any]] = contextvars.ContextVar(
-    "lowering", default=(False, False, None)
-)
+class Lowering(NamedTuple):
+    """What an implementation asks of the program that is being lowered."""
+
+    partitioned: bool
+    exported: bool
+    device: Any
+
+
+_NO_PROGRAM = Lowering(False, False, None)
+_lowering: contextvars.ContextVar[Lowering] = contextvars.ContextVar("lowering", default=_NO_PROGRAM)
 
 
 def is_partitioned() -> bool:
@@ -184,12 +191,12 @@ def is_partitioned() -> bool:
 
     What ``jax.jit`` makes of arrays on several devices is, unless all axes of their mesh are manual.
     """
-    return _lowering.get()[0]
+    return _lowering.get().partitioned
 
 
 def is_exported() -> bool:
     """Whether the program that is being lowered is for ``jax.export``: to be run by other versions, elsewhere."""
-    return _lowering.get()[1]
+    return _lowering.get().exported
 
 
 def device() -> Any:
@@ -197,19 +204,33 @@ def device() -> Any:
 
     What is lowered for another platform, as by ``jax.export``, has a device of this machine.
     """
-    return _lowering.get()[2]
+    return _lowering.get().device
+
+
+# All that is read of JAX's own, undocumented objects: attributes of the context that a lowering rule gets. Of the
+# ``axis_context``, besides: inside jax.shard_map ``mesh`` and ``manual_axes``, else ``num_devices`` and
+# ``device_assignment``. tests/jattn/test_deferred.py says which of them a new JAX lacks.
+OF_JAX = {
+    "axis_context": "module_context.axis_context",
+    "exported": "module_context.lowering_parameters.for_export",
+    "backend": "module_context.backend",
+}
+
+
+def _of_jax(ctx: Any, name: str) -> Any:
+    return operator.attrgetter(OF_JAX[name])(ctx)
 
 
 @contextlib.contextmanager
-def _lowered_as(module: Any) -> Iterator[None]:
-    context = module.axis_context
-    if hasattr(context, "manual_axes"):  # inside jax.shard_map
+def _lowered_as(ctx: Any) -> Iterator[None]:
+    context, backend = _of_jax(ctx, "axis_context"), _of_jax(ctx, "backend")
+    if hasattr(context, "manual_axes"):
         manual = context.manual_axes | set(context.mesh.manual_axes)
         partitioned = bool(context.manual_axes) and manual != set(context.mesh.axis_names)
     else:
-        partitioned = getattr(context, "num_devices", 1) != 1
-    device = None if module.backend is None else module.backend.devices()[0]
-    token = _lowering.set((partitioned, module.lowering_parameters.for_export, device))
+        partitioned = context.num_devices != 1
+    device = None if backend is None else backend.devices()[0]
+    token = _lowering.set(Lowering(partitioned, _of_jax(ctx, "exported"), device))
     try:
         yield
     finally:

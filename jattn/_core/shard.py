@@ -1,7 +1,7 @@
 """Calls on a mesh: which axes are sharded, and how to run a function on each device's part.
 
 ``MeshAxes`` names the mesh axes over which sequences, heads and length are sharded. ``per_device`` runs a function of
-``AttentionArgs`` on each device's part of them with ``jax.shard_map``. Masks, score functions and dropout see global
+``Call`` on each device's part of them with ``jax.shard_map``. Masks, score functions and dropout see global
 indices: each part knows its first sequence and head, and positions are data.
 """
 
@@ -15,25 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import convert_mods
+from jattn._core.call import AXES, Call
 from jattn._mods.pytree import split_arrays
 
-# The axes of each field of a AttentionArgs: the letters of the legend in lower case. "c" are the columns of an array by
-# pairs, which are whole in a ring; "." is never sharded.
-AXES: Mapping[str, str] = {
-    "query": "btnh",
-    "key": "bskh",
-    "value": "bskd",
-    "bias": "bntc",
-    "slot_masks": "bntc",
-    "query_lengths": "b",
-    "kv_lengths": "b",
-    "query_positions": "bt",
-    "kv_positions": "bs",
-}
-# What runs on each device's part of a call: ``(args, *arrays) -> pytree of arrays``.
-PartFunction = Callable[Concatenate[AttentionArgs, ...], PyTree]
+# What runs on each device's part of a call: ``(call, *arrays) -> pytree of arrays``.
+PartFunction = Callable[Concatenate[Call, ...], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +66,9 @@ class MeshAxes:
         """The number of devices over which ``"batch"``, ``"heads"``, ``"length"`` or ``"keys"`` is sharded."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
 
-    def check(self, args: AttentionArgs, multiple: int = 1) -> None:
+    def check(self, call: Call, multiple: int = 1) -> None:
         """Raises ``ValueError`` if a size is not a multiple of its devices (a length: ``multiple`` times as many)."""
-        (B, T, N, _), (_, S, K, _) = args.query.shape, args.key.shape
+        (B, T, N, _), (_, S, K, _) = call.query.shape, call.key.shape
         heads, multiple = self.parts("heads"), multiple if self.length else 1
         self.check_size("batch", "sequences (B)", B)
         self.check_size("heads", "query heads (N)", N)
@@ -135,15 +122,15 @@ def axes_by_kind(
     return by_kind
 
 
-def on_each_device(fn: PartFunction, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
-    """``fn(args, *arrays)``, on each device's part if the query's type says that it is sharded.
+def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
+    """``fn(call, *arrays)``, on each device's part if the query's type says that it is sharded.
 
     Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
     """
-    mesh_axes = mesh_axes_of(args)
+    mesh_axes = mesh_axes_of(call)
     if mesh_axes is None:
-        return fn(args, *(array for array, _ in extra))
-    return per_device(fn, args, mesh_axes, out_axes, *extra)
+        return fn(call, *(array for array, _ in extra))
+    return per_device(fn, call, mesh_axes, out_axes, *extra)
 
 
 def dot_general(
@@ -185,14 +172,14 @@ def with_whole_axis(x: Array, axis: int) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
+def mesh_axes_of(call: Call) -> MeshAxes | None:
     """The mesh axes in the query's type; None if the type does not say.
 
     Raises:
         ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
     """
-    mesh, axes = _explicit(args.query)
-    if not any(axes) and not any(any(_explicit(x)[1]) for x in (args.key, args.value) if x is not None):
+    mesh, axes = _explicit(call.query)
+    if not any(axes) and not any(any(_explicit(x)[1]) for x in (call.key, call.value) if x is not None):
         return None
     batch, length, heads, dim = axes
     for label, names, hint in (
@@ -203,11 +190,11 @@ def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
             sizes = ", ".join(f"{name!r} ({mesh.shape[name]} devices)" for name in names)
             raise ValueError(f"the queries' {label} is sharded over {sizes}, but attention needs it whole: {hint}")
     for name in ("key", "value"):
-        other = getattr(args, name)
+        other = getattr(call, name)
         of_batch, of_length, of_heads, of_dim = _explicit(other)[1] if other is not None else ((),) * 4
         if of_batch not in ((), batch) or of_length or of_heads not in ((), heads) or of_dim:
             raise ValueError(
-                f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(args.query)}: sequences and heads "
+                f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(call.query)}: sequences and heads "
                 f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys "
                 f"sharded by length take implementation=jattn.sharding.SplitKeys(mesh, axis)"
             )
@@ -226,22 +213,22 @@ def _explicit(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
     return mesh, [tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in spec]
 
 
-def replicated_on(args: AttentionArgs) -> MeshAxes | None:
+def replicated_on(call: Call) -> MeshAxes | None:
     """The mesh of a call that is whole on each of its devices: all axes are explicit, and types name none of them."""
-    mesh = jax.typeof(args.query).sharding.mesh
+    mesh = jax.typeof(call.query).sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-    if mesh.empty or any(is_typed(x) for x in (args.query, args.key, args.value) if x is not None):
+    if mesh.empty or any(is_typed(x) for x in (call.query, call.key, call.value) if x is not None):
         return None
     kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
     return MeshAxes(mesh) if kinds == {AxisType.Explicit} else None
 
 
-def may_be_sharded(args: AttentionArgs) -> bool:
+def may_be_sharded(call: Call) -> bool:
     """Whether the arrays may lie on several devices: their types or the current mesh have axes that are not manual.
 
     Inside ``jax.shard_map`` all axes are manual, and the arrays are one device's own.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in (args.query, args.key)] + [jax.sharding.get_abstract_mesh()]
+    meshes = [jax.typeof(x).sharding.mesh for x in (call.query, call.key)] + [jax.sharding.get_abstract_mesh()]
     return any(
         size > 1 and kind != AxisType.Manual
         for mesh in meshes
@@ -257,7 +244,7 @@ def is_typed(x: Array) -> bool:
 
 def per_device(
     fn: PartFunction,
-    args: AttentionArgs,
+    call: Call,
     mesh_axes: MeshAxes,
     out_axes: PyTree[str],
     *extra: tuple[Array, str],
@@ -270,20 +257,21 @@ def per_device(
         extra: arrays, each with the letters of its axes.
         multiple: the chunks of the sequence on each device, as in ``MeshAxes.check``.
     """
-    mesh_axes.check(args, multiple)
-    whole_kv_heads = args.key.shape[2] % mesh_axes.parts("heads") != 0
-    args = convert_mods(args, args.query, (args.query.shape[1], args.key.shape[1]))
-    sharded = {name: getattr(args, name) for name in AXES if getattr(args, name) is not None}
+    mesh_axes.check(call, multiple)
+    whole_kv_heads = call.key.shape[2] % mesh_axes.parts("heads") != 0
+    call = convert_mods(call)
+    sharded = {name: getattr(call, name) for name in AXES if getattr(call, name) is not None}
     sharded_specs = {
         name: jax.tree.map(lambda x, axes=AXES[name]: mesh_axes.spec(axes, x.shape, whole_kv_heads), whole)
         for name, whole in sharded.items()
     }
     extra_specs = [mesh_axes.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
-    traced, join = split_arrays((args.masks, args.score_mod, args.scale, args.dropout))  # NumPy arrays stay static
-    (B, _, N, _), K = args.query.shape, args.key.shape[2]
+    # The other fields are on every device. NumPy arrays stay static.
+    traced, join = split_arrays(dataclasses.replace(call, **dict.fromkeys(sharded), stack=None))
+    (B, _, N, _), K = call.query.shape, call.key.shape[2]
 
     def part(sharded: dict[str, Any], traced: list, *arrays: Array) -> PyTree:
-        fields = dict(zip(("masks", "score_mod", "scale", "dropout"), join(traced), strict=True)) | sharded
+        fields = dict(sharded)
         for kind, size in (("batch", B), ("heads", N)):
             if names := getattr(mesh_axes, kind):
                 first = jax.lax.axis_index(names) * (size // mesh_axes.parts(kind))
@@ -293,7 +281,7 @@ def per_device(
                 if fields.get(name) is not None:
                     kv_head = fields["first_head"] // (N // K)
                     fields[name] = jax.lax.dynamic_slice_in_dim(fields[name], kv_head, 1, axis=2)
-        local = dataclasses.replace(args, **fields, stack=None)
+        local = dataclasses.replace(join(traced), **fields)
         return fn(dataclasses.replace(local, sharded=may_be_sharded(local)), *arrays)
 
     arrays = (sharded, traced, *(array for array, _ in extra))

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head, convert_mods, softmax_dtype
+from jattn._core.attention import convert_mods
+from jattn._core.call import AXES, Call, softmax_dtype
 from jattn._core.shard import may_be_sharded
 from jattn._mods.arrays import AnyArray
 
@@ -23,7 +23,7 @@ Lift = Callable[..., Mapped]  # ``jax.vmap``, or a loop: ``(fn, in_axes, out_axe
 
 
 class Loop(enum.Enum):
-    """How ``over_args`` runs one head's function for many: all at once, or one by one with only one's arrays live."""
+    """How ``over_call`` runs one head's function for many: all at once, or one by one with only one's arrays live."""
 
     VMAP = "vmap"
     SEQUENTIAL = "sequential"
@@ -130,26 +130,24 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
     return arrays, [None if is_shared else 0 for is_shared in shared]
 
 
-def canonical(args: AttentionArgs) -> AttentionArgs:
+def canonical(call: Call) -> Call:
     """The *canonical call*: a checked call in the form in which equal calls are equal and share one compilation.
 
     Plain masks and score functions are expanded into traced ones, whose captured arrays are leaves, and the scale
     becomes an array of the softmax's dtype. The default scale is dropped (None), because kernels that have it built in
     need not multiply. ``sharded`` notes whether the arrays may lie on several devices, which types no longer show where
-    the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_args``.
+    the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_call``.
     """
-    scale, head_dim = args.scale, args.query.shape[-1]
+    scale, head_dim = call.scale, call.query.shape[-1]
     if scale is not None:
         is_default = isinstance(scale, float) and isinstance(head_dim, int) and head_dim > 0 and scale == head_dim**-0.5
-        scale = None if is_default else jnp.asarray(scale, softmax_dtype(args.query))
-    lengths = args.query.shape[1], args.key.shape[1]
-    args = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
-    return convert_mods(args, args.query, lengths)
+        scale = None if is_default else jnp.asarray(scale, softmax_dtype(call.query))
+    return convert_mods(dataclasses.replace(call, scale=scale, sharded=may_be_sharded(call)))
 
 
-def over_args(
-    one_head: Callable[Concatenate[Array, Array, Any, Head, ...], PyTree],
-    args: AttentionArgs,
+def over_call(
+    one_head: Callable[Concatenate[Call, ...], PyTree],
+    call: Call,
     out_axes: PyTree[int],
     *,
     per_head: Sequence[Any] = (),
@@ -158,44 +156,39 @@ def over_args(
     heads: Loop = Loop.VMAP,
     recompute: bool = False,
 ) -> Any:
-    """``one_head(q, k, v, head, *per_head, *per_sequence)`` for every head of every sequence.
+    """``one_head(head, *per_head, *per_sequence)`` for every head of every sequence, ``head`` a ``Call`` of one head.
 
     Args:
-        one_head: its fourth argument is that head's ``Head``.
         out_axes: as in ``over_heads``, without the batch axis, which comes first.
         per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
             is 1 stay NumPy arrays.
         sequences, heads: how to run them.
         recompute: whether the backward pass computes sequential heads again, instead of saving each one's residuals.
     """
-    slot_masks = args.slot_masks
-    by_head, by_sequence = [args.bias, *slot_masks, *per_head], [args.query_positions, args.kv_positions]
-    arrays, axes = map_axes([*by_head, *by_sequence, *per_sequence])
+    of_heads, of_sequences = {}, {}
+    for name in AXES.keys() - {"query", "key", "value", "query_seq_lengths", "key_value_seq_lengths"}:
+        of_each = of_heads if "n" in AXES[name] else of_sequences
+        shared = AXES[name][0] != "b"
+        of_each[name] = jax.tree.map(lambda x, shared=shared: x[None] if shared else x, getattr(call, name))
+    head_arrays, join_head = jax.tree.flatten((of_heads, tuple(per_head)))
+    sequence_arrays, join_sequence = jax.tree.flatten((of_sequences, tuple(per_sequence)))
+    arrays, axes = map_axes([*head_arrays, *sequence_arrays])
 
     def one_sequence(batch: Array, query: Array, key: Array, value: Any, *arrays: Any) -> PyTree:
-        of_heads, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
+        fields, of_sequence = join_sequence.unflatten(arrays[len(head_arrays) :])
+        # The lengths count slots of the whole call, so only the masks made from them remain.
+        fields |= {"query_seq_lengths": None, "key_value_seq_lengths": None, "stack": None, "first_batch": batch}
 
-        def with_options(q: Array, k: Array, v: Any, index: Array, bias: Array | None, *arrays: Any) -> PyTree:
-            options = Head(
-                masks=args.masks,
-                slot_masks=arrays[: len(slot_masks)],
-                bias=bias,
-                score_mod=args.score_mod,
-                scale=args.scale,
-                batch=batch,
-                head=index,
-                query_positions=query_positions,
-                kv_positions=kv_positions,
-                dropout=args.dropout,
-                precision=args.precision,
-            )
-            return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
+        def with_fields(q: Array, k: Array, v: Any, index: Array, *arrays: Any) -> PyTree:
+            of_head, rest = join_head.unflatten(arrays)
+            head = dataclasses.replace(call, query=q, key=k, value=v, first_head=index, **fields, **of_head)
+            return one_head(head, *rest, *of_sequence)
 
-        index = args.first_head + jnp.arange(args.query.shape[2])
-        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *of_heads)
+        index, arrays = call.first_head + jnp.arange(call.query.shape[2]), arrays[: len(head_arrays)]
+        return over_heads(with_fields, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *arrays)
 
-    batch = args.first_batch + jnp.arange(args.query.shape[0])
-    value_axis = None if args.value is None else 0
+    batch = call.first_batch + jnp.arange(call.query.shape[0])
+    value_axis = None if call.value is None else 0
     return _vmap(sequences)(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
-        batch, args.query, args.key, args.value, *arrays
+        batch, call.query, call.key, call.value, *arrays
     )

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack, get_args, get_origin
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,7 +41,8 @@ MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """``fn``, whose error for an unknown keyword argument also says which one was probably meant."""
-    known = inspect.signature(fn).parameters.keys()
+    parameters = inspect.signature(fn).parameters
+    known = {*parameters, *(name for parameter in parameters.values() for name in unpacked_keywords(parameter))}
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +52,14 @@ def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Res
         return fn(*args, **kwargs)
 
     return checked
+
+
+def unpacked_keywords(parameter: inspect.Parameter) -> Collection[str]:
+    """The keywords of ``**parameter: Unpack[T]``, those of the ``TypedDict`` T; none of any other parameter."""
+    if parameter.kind != inspect.Parameter.VAR_KEYWORD or get_origin(parameter.annotation) is not Unpack:
+        return ()
+    (keywords,) = get_args(parameter.annotation)
+    return keywords.__required_keys__ | keywords.__optional_keys__
 
 
 def unknown_keyword(name: str, known: Collection[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn._mods.validation import to_int32
 
 LOGITS = 2**22  # at once, of one head

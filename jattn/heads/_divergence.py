@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args
-from jattn._core.attention import softmax_dtype
+from jattn._core.arguments import make_call
+from jattn._core.call import Call, ScoreOptions, softmax_dtype
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import arange
 from jattn.heads._dense_statistics import jensen_shannon
@@ -60,26 +60,26 @@ def divergence(
 
     Source: Lin, 1991, https://doi.org/10.1109/18.61115.
     """
-    args = make_args(query, key, None, bias, mask, **options)
-    B, T, N, _ = args.query.shape
-    real = find_places(args, arange(T), arange(args.key.shape[1])).real
+    call = make_call(query, key, None, bias, mask, **options)
+    B, T, N, _ = call.query.shape
+    real = find_places(call, arange(T), arange(call.key.shape[1])).real
     counts = jnp.broadcast_to(real if eligible is None else eligible_rows(eligible, B, T), (B, T))
-    zeros = jax.ShapeDtypeStruct((N, N), softmax_dtype(args.query))
-    total, count = deferred.call(_sum_over_rows, canonical(args), counts, out=(zeros, zeros))
+    zeros = jax.ShapeDtypeStruct((N, N), softmax_dtype(call.query))
+    total, count = deferred.call(_sum_over_rows, canonical(call), counts, out=(zeros, zeros))
     between = total / jnp.maximum(count, 1)
     floor = jnp.where((jnp.diagonal(count) > 0) & (B > 1), jnp.diagonal(between), jnp.nan)
     return between, floor
 
 
-def _sum_over_rows(platform: str, args: AttentionArgs, counts: Array) -> tuple[Array, Array]:
+def _sum_over_rows(platform: str, call: Call, counts: Array) -> tuple[Array, Array]:
     """``[N,N]`` each: the summed divergences of each pair of heads, and the number of rows."""
-    (B, T, N, _), S = args.query.shape, args.key.shape[1]
-    zeros = jnp.zeros((N, N), softmax_dtype(args.query))
+    (B, T, N, _), S = call.query.shape, call.key.shape[1]
+    zeros = jnp.zeros((N, N), softmax_dtype(call.query))
     size = max(1, min(T, WEIGHTS // max(B * N * S, 1)))
 
     def add(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
         rows = start + jnp.arange(size)
-        weights, _ = dense_kernel.weights(args.take(rows=jnp.minimum(rows, T - 1)))  # [B,N,size,S]
+        weights, _ = dense_kernel.weights(call.take(rows=jnp.minimum(rows, T - 1)))  # [B,N,size,S]
         counted = counts[:, jnp.minimum(rows, T - 1)] & (rows < T)[None]
         weights = jnp.where(counted[:, None, :, None], weights, 0.0)
         even, odd = _mean_pattern(weights[0::2]), _mean_pattern(weights[1::2] if B > 1 else weights)

@@ -23,12 +23,12 @@ from jaxtyping import Array, ArrayLike, Float
 from jattn._blocks.block import Block, BlockedHead, BlockPlan, split_head
 from jattn._blocks.block_lists import Piece, split_axis
 from jattn._blocks.online_softmax import join_rows, log_sum_exp, online_softmax, scan_blocks
-from jattn._blocks.plan import BlockSizes, plan_args
+from jattn._blocks.plan import BlockSizes, plan_call
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs, make_args, make_sinks
-from jattn._core.attention import Head, softmax_dtype
-from jattn._core.merge import merge
+from jattn._core.arguments import make_call
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.shard import on_each_device
+from jattn._core.sinks import add_sinks
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import Index
 from jattn.kernels.blockwise import Blockwise
@@ -68,35 +68,35 @@ def replace_each(
     off = jnp.repeat(jnp.swapaxes(off, 1, 2), N // K, 1)  # [B,N,S]
     # The keys in place of others travel with the values, which blocks read by column.
     both = jnp.concatenate([value, fill.astype(value.dtype)], -1)
-    args = canonical(dataclasses.replace(make_args(query, key, value, **options), value=both))
+    call = canonical(dataclasses.replace(make_call(query, key, value, **options), value=both))
     sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
 
-    def change(args: AttentionArgs, z: Array, lse: Array, off: Array, *sinks: Array) -> Array:
+    def change(call: Call, z: Array, lse: Array, off: Array, *sinks: Array) -> Array:
         types = jax.ShapeDtypeStruct(z.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
-        u, rest = deferred.call(_without_largest, args, lse, sizes, out=types)
+        u, rest = deferred.call(_without_largest, call, lse, sizes, out=types)
         if sinks:
-            u, rest = merge(u, rest, jnp.zeros_like(u), make_sinks(sinks[0], rest))
-        return deferred.call(_change, args, (z, lse, u, rest), off, sizes, out=types[0])
+            u, rest = add_sinks(u, rest, sinks[0])
+        return deferred.call(_change, call, (z, lse, u, rest), off, sizes, out=types[0])
 
     arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
     # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.
-    args, arrays = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (args, arrays))
-    changed = on_each_device(change, args, "btnd", *arrays[:2], (off, "bns"), *arrays[2:])
+    call, arrays = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (call, arrays))
+    changed = on_each_device(change, call, "btnd", *arrays[:2], (off, "bns"), *arrays[2:])
     return (z.astype(dtype) + changed).astype(z.dtype)
 
 
-def _without_largest(platform: str, args: AttentionArgs, lse: Array, sizes: BlockSizes) -> tuple[Array, Array]:
+def _without_largest(platform: str, call: Call, lse: Array, sizes: BlockSizes) -> tuple[Array, Array]:
     """``out [B,T,N,D]`` and ``lse [B,T,N]`` of every query without its largest key, in the softmax's dtype."""
-    plan = plan_args(platform, args, sizes)
-    D = args.value.shape[-1] - args.query.shape[-1]
+    plan = plan_call(platform, call, sizes)
+    D = call.value.shape[-1] - call.query.shape[-1]
 
-    def one_head(q: Array, k: Array, v_and_fill: Array, head: Head, plan: BlockPlan, lse: Array) -> tuple[Array, Array]:
-        blocked = split_head(platform, q, k, v_and_fill[:, :D], head, plan)
+    def one_head(head: Call, plan: BlockPlan, lse: Array) -> tuple[Array, Array]:
+        blocked = split_head(platform, dataclasses.replace(head, value=head.value[:, :D]), plan)
         hidden = _WithoutLargest(**vars(blocked), lse=split_axis(lse, 0, plan.size[0]))
-        out, row_max, row_sum = (join_rows(x, q) for x in online_softmax(hidden, False, blocked.dtype))
+        out, row_max, row_sum = (join_rows(x, head.query) for x in online_softmax(hidden, False, blocked.dtype))
         return out, log_sum_exp(row_max, row_sum)
 
-    return plan.over_heads(one_head, args, out_axes=1, per_head=[jnp.moveaxis(lse, 2, 1)])
+    return plan.over_heads(one_head, call, out_axes=1, per_head=[jnp.moveaxis(lse, 2, 1)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +109,18 @@ class _WithoutLargest(BlockedHead):
         return jnp.where(scores - lse[:, None] > math.log(LARGEST), -jnp.inf, scores), v
 
 
-def _change(platform: str, args: AttentionArgs, by_query: tuple[Array, ...], off: Array, sizes: BlockSizes) -> Array:
+def _change(platform: str, call: Call, by_query: tuple[Array, ...], off: Array, sizes: BlockSizes) -> Array:
     """The change of each output ``[B,T,N,D]``, linear in ``off [B,N,S]``.
 
     ``by_query``: outputs and log-sum-exps, and those without the largest key.
     """
-    per_head, plan = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)], plan_args(platform, args, sizes)
+    per_head, plan = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)], plan_call(platform, call, sizes)
     one_head = functools.partial(_change_of_head, platform)
-    return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
+    return plan.over_heads(one_head, call, out_axes=1, per_head=per_head, recompute=True)
 
 
-def _change_of_head(
-    platform: str, q: Array, k: Array, v_and_fill: Array, head: Head, plan: BlockPlan, off: Array, *by_query: Array
-) -> Float[Array, "T D"]:
-    blocked = split_head(platform, q, k, v_and_fill, head, plan)
+def _change_of_head(platform: str, head: Call, plan: BlockPlan, off: Array, *by_query: Array) -> Float[Array, "T D"]:
+    blocked = split_head(platform, head, plan)
     off_by_column = split_axis(off, 0, plan.size[1])
     by_row = [split_axis(x, 0, plan.size[0]) for x in by_query]
     D = by_query[0].shape[-1]
@@ -143,7 +141,7 @@ def _change_of_head(
 
         return changes.at[i].add(if_listed(compute, jnp.zeros_like(z)))
 
-    return join_rows(scan_blocks(visit, jnp.zeros_like(by_row[0]), blocked), q)
+    return join_rows(scan_blocks(visit, jnp.zeros_like(by_row[0]), blocked), head.query)
 
 
 def _change_of_weights(scores: Array, others: Array, lse: Array, rest: Array) -> tuple[Array, Array]:

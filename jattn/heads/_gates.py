@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn._mods.arrays import Length
 from jattn._mods.validation import pair
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 
 Part = Array | tuple[Array, Array]
 

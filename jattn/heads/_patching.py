@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn.heads._ablation import check_layers, run_each, with_axes
 
 # What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn.heads._ablation import Heads, group_gates, run_each, with_axes
 
 

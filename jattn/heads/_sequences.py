@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn._blocks.reduction import lowest_score
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._core.shard import with_whole_axis
 from jattn._mods.arrays import AnyArray, Bools, namespace
 from jattn._mods.lookup import look_up_row
@@ -33,18 +33,18 @@ class Places(NamedTuple):
     real: Bools
 
 
-def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
+def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
     """The places of a call's tokens; ``q_slots [T]`` and ``kv_slots [S]``: the token in each slot.
 
     Within ``Segments``, tokens of an id are counted. Otherwise positions are places, if there are any, and else tokens
     are counted from the first that is no padding. Padding is, where T = S, what ``Padding``, ``Dense``, mask and bias
     arrays and the lengths of keys hide at either end of a sequence, joined by ``&`` alone.
     """
-    at_query, at_key = args.query_positions, args.kv_positions
-    parts = [part for mask in args.masks for part in conjuncts(mask)]
+    at_query, at_key = call.query_positions, call.kv_positions
+    parts = [part for mask in call.masks for part in conjuncts(mask)]
     shown = None
-    if args.query.shape[1] == args.key.shape[1] and (at_query is None) == (at_key is None):
-        shown = _shown(args, parts if at_key is None else (), kv_slots)
+    if call.query.shape[1] == call.key.shape[1] and (at_query is None) == (at_key is None):
+        shown = _shown(call, parts if at_key is None else (), kv_slots)
     real: Bools = np.ones((1, 1), bool) if shown is None else shown[:, q_slots]
     ids = [(x.query_ids, x.query_ids if x.kv_ids is None else x.kv_ids) for x in parts if isinstance(x, Segments)]
     query, key = (slots[None] if at is None else at for at, slots in ((at_query, q_slots), (at_key, kv_slots)))
@@ -60,15 +60,15 @@ def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> P
     return Places(query, key, namespace(key, previous).where(key > 0, previous, -1), real)
 
 
-def _shown(args: AttentionArgs, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
+def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
     """Bool ``[B|1,S]``, by token: False for hidden keys at either end; None if there are none.
 
     Where an array has a row for each query, a token that strict causality hides from all is none: it sees others.
     """
-    by_slot = [*args.slot_masks, *([] if args.bias is None else [args.bias > lowest_score(args)])]
+    by_slot = [*call.slot_masks, *([] if call.bias is None else [call.bias > lowest_score(call)])]
     by_token = [x.array[(None,) * (4 - x.array.ndim)] for x in parts if isinstance(x, Dense)]
     lengths = [x.lengths[:, None] for x in parts if isinstance(x, Padding)]
-    T, order = args.query.shape[1], namespace(slots).argsort(slots)
+    T, order = call.query.shape[1], namespace(slots).argsort(slots)
     shown = [_of_pairs(x)[:, order] for x in by_slot if x.shape[3] != 1]
     shown += [_of_pairs(x) for x in by_token if x.shape[3] != 1]
     shown += [namespace(slots).arange(T)[None] < x for x in lengths]

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn._blocks.reduction import COUNTS, lowest_score
-from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
-from jattn._core.attention import softmax_dtype
+from jattn._core.arguments import make_call, make_lse
+from jattn._core.call import Call, ScoreOptions, softmax_dtype
 from jattn._mods.arrays import Length, arange, maximum, namespace
 from jattn._mods.lookup import ranks
 from jattn._mods.validation import check_array, to_int32
@@ -188,16 +188,16 @@ def statistics(
         )
     if "sinks" in options:
         raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
-    args = make_args(query, key, None, bias, mask, **options)
-    (B, T, _, _), S, one_sequence = args.query.shape, args.key.shape[1], jnp.ndim(query) == 3
+    call = make_call(query, key, None, bias, mask, **options)
+    (B, T, _, _), S, one_sequence = call.query.shape, call.key.shape[1], jnp.ndim(query) == 3
     lse_passed = lse is not None
     if lse is None:
-        no_value = jnp.zeros((*args.key.shape[:-1], 0), args.key.dtype)
+        no_value = jnp.zeros((*call.key.shape[:-1], 0), call.key.dtype)
         static = {"implementation": implementation, "return_residual": True}
-        lse = dot_product_attention(args.query, args.key, no_value, bias, mask, **static, **options)[1]
-    lse = make_lse(jnp.asarray(lse), args, one_sequence and lse_passed)
+        lse = dot_product_attention(call.query, call.key, no_value, bias, mask, **static, **options)[1]
+    lse = make_lse(jnp.asarray(lse), call, one_sequence and lse_passed)
     slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
-    places = find_places(args, *slots)
+    places = find_places(call, *slots)
     counts = places.real if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
     rows = {"counts": jnp.broadcast_to(counts, (counts.shape[0], T)), "place": places.query, "order": slots[0][None]}
     columns = {"place": places.key, "order": slots[1][None]}
@@ -207,7 +207,7 @@ def statistics(
         in_order = rows["token"][:, namespace(slots[1]).argsort(slots[1])]
         columns["before"] = jnp.take_along_axis(in_order, jnp.maximum(places.previous, 0), 1)
     # Masks tell their numbers of pairs at little cost. What a bias or a score function hides, only scores tell.
-    by_masks = lowest_score(args) == -math.inf
+    by_masks = lowest_score(call) == -math.inf
     numbers = ["visible"] if lse_passed or "entropy" in names or not by_masks else []
     numbers += ["visible_at"] if "offset_profile" in names else []
     # max_logit is computed from the reduction of max_weight.
@@ -216,15 +216,15 @@ def statistics(
     kinds = tuple((name, _ALL[name].reduction) for name in reduced)
     data, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, (rows, columns)))
 
-    def of_part(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
+    def of_part(call: Call, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
         rows, columns = structure.unflatten(data)
         values = _Values(tuple(reduced))
         reduction = Reduction(lse, rows, columns, values, kinds, tuple(numbers) if by_masks else ())
-        return _averages(names, folding.fold(args, reduction), lse, rows["counts"])
+        return _averages(names, folding.fold(call, reduction), lse, rows["counts"])
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
     letters = ["bt"] * len(rows) + ["bs"] * len(columns)
-    result = folding.map_parts(of_part, args, out_axes, (lse, "btn"), *zip(data, letters, strict=True))
+    result = folding.map_parts(of_part, call, out_axes, (lse, "btn"), *zip(data, letters, strict=True))
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
 
 

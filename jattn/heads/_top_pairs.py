@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn._core import shard
-from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
-from jattn._core.attention import softmax_dtype
+from jattn._core.arguments import make_call, make_lse
+from jattn._core.call import Call, ScoreOptions, softmax_dtype
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
 
@@ -80,16 +80,16 @@ def top_pairs(
         raise ValueError(f"k must be a positive integer, got {k!r}")
     if implementation is not None and not isinstance(implementation, Blockwise):
         raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
-    args = make_args(query, key, None, bias, mask, **options)
+    call = make_call(query, key, None, bias, mask, **options)
     one_sequence = jnp.ndim(query) == 3
-    extra = [] if lse is None else [(make_lse(lse, args, one_sequence), "btn")]
+    extra = [] if lse is None else [(make_lse(lse, call, one_sequence), "btn")]
 
-    def fold(args: AttentionArgs, lse: Array | None = None) -> tuple[Array, Array]:
-        shape = args.query.shape[1], k
-        init = jnp.full(shape, -jnp.inf, softmax_dtype(args.query)), jnp.full(shape, -1, jnp.int32)
-        return (implementation or Blockwise()).fold_weights(args, _keep, init, lse)
+    def fold(call: Call, lse: Array | None = None) -> tuple[Array, Array]:
+        shape = call.query.shape[1], k
+        init = jnp.full(shape, -jnp.inf, softmax_dtype(call.query)), jnp.full(shape, -1, jnp.int32)
+        return (implementation or Blockwise()).fold_weights(call, _keep, init, lse)
 
-    log_weights, slots = shard.on_each_device(fold, args, ("bn", "bn"), *extra)
+    log_weights, slots = shard.on_each_device(fold, call, ("bn", "bn"), *extra)
     weights = jnp.where(log_weights == jnp.inf, jnp.nan, jnp.exp(log_weights))
     top = TopPairs(weights, slots)
     return jax.tree.map(lambda x: x[0], top) if one_sequence else top

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import heads
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import softmax_dtype
 from jattn.interop._transformer import Transformer
 
 

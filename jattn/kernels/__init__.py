@@ -3,10 +3,12 @@
 ``kernel.py`` is the base class and says how to write one; ``dispatch.py`` has their names and takes one of them.
 """
 
+from jattn._core.call import Call
 from jattn.kernels.interface import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.kernels.kernel import OPTIONS, PLATFORMS, Kernel, PlainKernel, ReducingKernel, Reduction, Results
 
 __all__ = [
+    "Call",
     "OPTIONS",
     "PLATFORMS",
     "Implementation",

@@ -8,11 +8,10 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jattn._blocks import backward, online_softmax
-from jattn._blocks.plan import BlockSizes, describe_work, plan_args
+from jattn._blocks.plan import BlockSizes, describe_work, plan_call
 from jattn._blocks.reduction import Reduction, fold_blocks, reduce_weights
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.vmap import canonical
 from jattn.kernels.kernel import ReducingKernel, Results
 
@@ -32,35 +31,33 @@ class Blockwise(ReducingKernel):
 
     block_sizes: tuple[int, int] | None = None
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
-        return online_softmax.forward(platform, args, self.block_sizes)
+    def forward(self, platform: str, call: Call) -> Results:
+        return online_softmax.forward(platform, call, self.block_sizes)
 
-    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
-        return online_softmax.forward(platform, args, self.block_sizes, with_error=True)
+    def forward_with_error(self, platform: str, call: Call) -> Results:
+        return online_softmax.forward(platform, call, self.block_sizes, with_error=True)
 
-    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+    def describe_work(self, platform: str, call: Call) -> str:
         """By the tables of its blocks."""
-        blocks = plan_args(platform, args, self.block_sizes, forward=True).blocks
-        return describe_work(blocks, (args.query.shape[1], args.key.shape[1]))
+        blocks = plan_call(platform, call, self.block_sizes, forward=True).blocks
+        return describe_work(blocks, (call.query.shape[1], call.key.shape[1]))
 
     @property
     def _block_sizes(self) -> BlockSizes:
         return self.block_sizes
 
-    def sums(self, args: AttentionArgs, row_max: Array) -> tuple[Array, Array]:
+    def sums(self, call: Call, row_max: Array) -> tuple[Array, Array]:
         """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
-        dtype = softmax_dtype(args.query)
-        rows = jax.ShapeDtypeStruct(args.query.shape[:3], dtype)
-        out = jax.ShapeDtypeStruct((*rows.shape, args.value.shape[3]), dtype), rows
-        return deferred.call(backward.accumulate, canonical(args), row_max, self.block_sizes, out=out)
+        dtype = softmax_dtype(call.query)
+        rows = jax.ShapeDtypeStruct(call.query.shape[:3], dtype)
+        out = jax.ShapeDtypeStruct((*rows.shape, call.value.shape[3]), dtype), rows
+        return deferred.call(backward.accumulate, canonical(call), row_max, self.block_sizes, out=out)
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
-        return reduce_weights(args, reduction, self.block_sizes)
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
+        return reduce_weights(call, reduction, self.block_sizes)
 
-    def fold_weights(
-        self, args: AttentionArgs, step: Callable[..., PyTree], init: PyTree, lse: Array | None
-    ) -> PyTree[Array]:
+    def fold_weights(self, call: Call, step: Callable[..., PyTree], init: PyTree, lse: Array | None) -> PyTree[Array]:
         """``jattn._blocks.reduction.fold_blocks``; ``lse [B,T,N]`` is computed if it is None."""
         if lse is None:
-            lse = self._run(dataclasses.replace(args, value=args.key[..., :0]))[1]
-        return fold_blocks(args, step, init, lse, self.block_sizes)
+            lse = self._run(dataclasses.replace(call, value=call.key[..., :0]))[1]
+        return fold_blocks(call, step, init, lse, self.block_sizes)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import mod_semantics, pad_end
 from jattn._mods.validation import LEAST
 from jattn.kernels.interface import Unsupported
@@ -44,18 +44,18 @@ class Cudnn(Kernel):
     name: ClassVar[str] = "cudnn"
     platform: ClassVar[str | None] = "gpu"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
-    takes: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[frozenset[str]] = frozenset({"masks", "query_seq_lengths", "key_value_seq_lengths"})
     rounds_query: ClassVar[bool] = True
     reads_rounded_output: ClassVar[bool] = True
 
     kernel: Callable[..., jax.Array] = fused
 
-    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        head_dim = args.query.shape[-1]
+    def refusals(self, call: Call) -> Iterator[tuple[bool, str]]:
+        head_dim = call.query.shape[-1]
         yield head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
-        yield args.value.shape[-1] != head_dim, "value's head dim must equal query's"
+        yield call.value.shape[-1] != head_dim, "value's head dim must equal query's"
         yield (
-            not deferred.at_lowering(_read_masks, args)[0],
+            not deferred.at_lowering(_read_masks, call)[0],
             (
                 "it supports no masks but Causal and SlidingWindow(left), joined by &, and others with their interval, "
                 "if that is known while tracing"
@@ -66,26 +66,26 @@ class Cudnn(Kernel):
     def is_simulated(self) -> bool:
         return self.kernel is not fused
 
-    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
+    def refusal_at_lowering(self, call: Call) -> str | None:
         if jax.__version_info__ < OLDEST:
             return f"it is the default from JAX {'.'.join(map(str, OLDEST))} on"
         if deferred.is_exported():
             return "jax.export does not take its calls"
-        return self.refusal(args)
+        return self.refusal(call)
 
-    def refusal(self, args: AttentionArgs) -> str | None:
+    def refusal(self, call: Call) -> str | None:
         """What JAX says against this call where the program is compiled, or None: no cuDNN, or an older GPU."""
         try:
-            arrays, attend = _prepared(args, self.kernel)
+            arrays, attend = _prepared(call, self.kernel)
             jax.eval_shape(lambda *x: jax.vjp(attend, *x)[0], *arrays)
         except Unsupported as reason:
             return str(reason)
         return None
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
+    def forward(self, platform: str, call: Call) -> Results:
         """``row_max`` is the lse, so that ``row_sum`` is 1, or 0 where a query sees nothing."""
-        T, visible = args.query.shape[1], _visible_rows(args)
-        arrays, attend = _prepared(args, self.kernel)
+        T, visible = call.query.shape[1], _visible_rows(call)
+        arrays, attend = _prepared(call, self.kernel)
         out, pull = jax.vjp(attend, *arrays)
         lse = next(x for x in jax.tree.leaves(pull) if _is_lse(x, out))
         lse = jnp.where(visible, jnp.swapaxes(lse, 1, 2)[:, :T], jnp.finfo(jnp.float32).min)
@@ -93,15 +93,15 @@ class Cudnn(Kernel):
         return jnp.where(visible[..., None], out[:, :T], jnp.zeros((), out.dtype)), lse, row_sum
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """By cuDNN; by blockwise where the log-sum-exp has a cotangent."""
         d_out, d_row_sum = cotangents
         if d_out is None or d_row_sum is not None:
-            return super().backward(platform, args, results, cotangents)
-        T, S = args.query.shape[1], args.key.shape[1]
-        visible, real = _visible_rows(args), _real_keys(args)
-        arrays, attend = _prepared(args, self.kernel)
+            return super().backward(platform, call, results, cotangents)
+        T, S = call.query.shape[1], call.key.shape[1]
+        visible, real = _visible_rows(call), _real_keys(call)
+        arrays, attend = _prepared(call, self.kernel)
 
         def pad(x: jax.Array) -> jax.Array:
             x = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
@@ -114,23 +114,23 @@ class Cudnn(Kernel):
         leaves = [lse if _is_lse(x, again) else out if x is again else x for x in leaves]
         with mod_semantics():
             d_query, d_key, d_value = jax.tree.unflatten(structure, leaves)(pad(d_out).astype(again.dtype))
-        d_query = jnp.where(visible[..., None], _scaled(d_query, args)[:, :T], jnp.zeros((), d_query.dtype))
+        d_query = jnp.where(visible[..., None], _scaled(d_query, call)[:, :T], jnp.zeros((), d_query.dtype))
         if real is not None:
             d_key, d_value = (jnp.where(real, x[:, :S], jnp.zeros((), x.dtype)) for x in (d_key, d_value))
         return d_query, d_key[:, :S], d_value[:, :S]
 
 
 def _prepared(
-    args: AttentionArgs, kernel: Callable[..., jax.Array]
+    call: Call, kernel: Callable[..., jax.Array]
 ) -> tuple[tuple[jax.Array, ...], Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]:
     """What the kernel takes, and the kernel with its options."""
-    _, causal, left = _read_masks(args)
-    (B, T), S = args.query.shape[:2], args.key.shape[1]
-    query, key, value = _scaled(args.query, args), args.key, args.value
-    query_lengths, kv_lengths, real = args.query_lengths, args.kv_lengths, _real_keys(args)
+    _, causal, left = _read_masks(call)
+    (B, T), S = call.query.shape[:2], call.key.shape[1]
+    query, key, value = _scaled(call.query, call), call.key, call.value
+    query_lengths, kv_lengths, real = call.query_seq_lengths, call.key_value_seq_lengths, _real_keys(call)
     if real is not None:  # slots past the end may be NaN, and 0 * NaN is NaN
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    query = jnp.where(_visible_rows(args)[..., None], query, jnp.zeros((), query.dtype))
+    query = jnp.where(_visible_rows(call)[..., None], query, jnp.zeros((), query.dtype))
     if T % 2 or S % 2:  # JAX takes even lengths alone where it keeps the log-sum-exp, as if there were a bias
         query, key, value = (pad_end(x, (B, x.shape[1] + x.shape[1] % 2, *x.shape[2:])) for x in (query, key, value))
         query_lengths = jnp.full(B, T) if query_lengths is None else query_lengths
@@ -152,11 +152,11 @@ def _prepared(
     return (query, key, value), attend
 
 
-def _scaled(query: jax.Array, args: AttentionArgs) -> jax.Array:
+def _scaled(query: jax.Array, call: Call) -> jax.Array:
     """The query for the kernel's own scale, ``1 / sqrt(head_dim)``."""
-    if args.scale is None:
+    if call.scale is None:
         return query
-    factor = args.scale * math.sqrt(query.shape[-1])
+    factor = call.scale * math.sqrt(query.shape[-1])
     return (query.astype(jnp.float32) * factor).astype(query.dtype)
 
 
@@ -166,26 +166,26 @@ def _is_lse(x: Any, out: jax.Array) -> bool:
     return x.dtype == jnp.float32 and x.shape == (B, N, T)
 
 
-def _real_keys(args: AttentionArgs) -> jax.Array | None:
+def _real_keys(call: Call) -> jax.Array | None:
     """Bool ``[B,S,1,1]``: the keys within their lengths; None if there are no lengths."""
-    if args.kv_lengths is None:
+    if call.key_value_seq_lengths is None:
         return None
-    return (jnp.arange(args.key.shape[1])[None, :] < args.kv_lengths[:, None])[..., None, None]
+    return (jnp.arange(call.key.shape[1])[None, :] < call.key_value_seq_lengths[:, None])[..., None, None]
 
 
-def _read_masks(args: AttentionArgs) -> tuple[bool, bool, int | None]:
+def _read_masks(call: Call) -> tuple[bool, bool, int | None]:
     """The masks as ``(supported, causal, left)``; ``supported`` is False if cuDNN has no such mask.
 
     They are compared by their intervals for the call's queries, so a mask of any class is supported that shows the
     same keys.
     """
-    unsupported, (T, S) = (False, False, None), (args.query.shape[1], args.key.shape[1])
-    if not args.masks:
+    unsupported, (T, S) = (False, False, None), (call.query.shape[1], call.key.shape[1])
+    if not call.masks:
         return True, False, None
     if not isinstance(T, int) or not isinstance(S, int) or T == 0:
         return unsupported
     rows, two = np.arange(T, dtype=np.int32), np.zeros((2, 1), np.int32)
-    seen = interval(and_masks(*args.masks), two[:, :, None], two, rows)
+    seen = interval(and_masks(*call.masks), two[:, :, None], two, rows)
     if seen is None or any(isinstance(end, jax.Array) or np.ndim(end) > 1 for end in seen):
         return unsupported  # traced, or not the same for two sequences or heads
     first, last = (np.broadcast_to(end, T).astype(np.int64) for end in seen)
@@ -197,10 +197,12 @@ def _read_masks(args: AttentionArgs) -> tuple[bool, bool, int | None]:
     return bool((first <= 0).all()), True, None
 
 
-def _visible_rows(args: AttentionArgs) -> Any:
+def _visible_rows(call: Call) -> Any:
     """Bool ``[B,T,1]``: whether a query sees any key. cuDNN returns another result for rows that see none."""
-    (B, T), S, (_, _, left) = args.query.shape[:2], args.key.shape[1], _read_masks(args)
+    (B, T), S, (_, _, left) = call.query.shape[:2], call.key.shape[1], _read_masks(call)
     rows = np.arange(T)[None, :]  # in NumPy: without lengths, XLA sees that all are visible
-    ends = np.full((B, 1), S) if args.kv_lengths is None else args.kv_lengths[:, None]
+    ends = np.full((B, 1), S) if call.key_value_seq_lengths is None else call.key_value_seq_lengths[:, None]
     visible = (np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)) < ends
-    return (visible if args.query_lengths is None else visible & (rows < args.query_lengths[:, None]))[..., None]
+    if call.query_seq_lengths is not None:
+        visible = visible & (rows < call.query_seq_lengths[:, None])
+    return visible[..., None]

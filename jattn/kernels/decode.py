@@ -21,11 +21,11 @@ from jaxtyping import Array
 from jattn._blocks.block import product_dtype
 from jattn._blocks.plan import block_table
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
+from jattn._core.attention import finish_scores, row_maximum, visible_pairs
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.chunk import Chunk, slot_indices
 from jattn._core.dropout import drop
-from jattn._core.vmap import canonical, over_args
+from jattn._core.vmap import canonical, over_call
 from jattn._mods.arrays import Length
 from jattn.kernels.kernel import PlainKernel
 
@@ -49,18 +49,18 @@ class Decode(PlainKernel):
 
     chunk: int | None = None
 
-    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        sizes = *args.query.shape[1:], *args.key.shape[1:3], *([] if args.value is None else args.value.shape[3:])
+    def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
+        sizes = *call.query.shape[1:], *call.key.shape[1:3], *([] if call.value is None else call.value.shape[3:])
         symbolic = not all(isinstance(size, int) for size in sizes)
         return [(symbolic, "it needs lengths, heads and head dims that are known while tracing")]
 
-    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
-        (B, T, N, _), D = args.query.shape, args.value.shape[3]
+    def run(self, call: Call) -> tuple[Array, Array]:
+        (B, T, N, _), D = call.query.shape, call.value.shape[3]
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
-        out = jax.ShapeDtypeStruct((B, T, N, D), args.value.dtype)
-        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(args.query))
-        return deferred.call(_run, canonical(args), self.chunk, out=(out, lse))
+        out = jax.ShapeDtypeStruct((B, T, N, D), call.value.dtype)
+        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(call.query))
+        return deferred.call(_run, canonical(call), self.chunk, out=(out, lse))
 
 
 def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
@@ -69,15 +69,15 @@ def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
 
-def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, Array]:
-    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.key), args.precision)
-    B, T, N, _ = args.query.shape
-    _, S, K, H = args.key.shape
+def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
+    products = Products(platform == "cpu" and not call.sharded, product_dtype(platform, call.key), call.precision)
+    B, T, N, _ = call.query.shape
+    _, S, K, H = call.key.shape
     # Its gradient is summed over chunks before it is rounded.
-    args = dataclasses.replace(args, query=args.query.astype(softmax_dtype(args.query)))
-    D, dtype = args.value.shape[-1], softmax_dtype(args.query)
+    call = dataclasses.replace(call, query=call.query.astype(softmax_dtype(call.query)))
+    D, dtype = call.value.shape[-1], softmax_dtype(call.query)
     size = min(chunk or chunk_length(B, K, H), max(S, 1))
-    any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(args, (max(T, 1), size)))
+    any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(call, (max(T, 1), size)))
     any_visible, all_visible = any_visible.any(0), all_visible.all(0)
     chunks = np.arange(any_visible.shape[0], dtype=np.int32)
     kinds = any_visible.astype(np.int32) + all_visible.astype(np.int32)  # 0: empty, 1: partial, 2: full
@@ -87,7 +87,7 @@ def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, 
     def visit(state: Accumulator, chunk: Array, masked: bool) -> Accumulator:
         # The last chunk ends at S; keys that the chunk before already has are masked.
         first = jnp.minimum(chunk * size, S - size)
-        return _add(state, _slice_keys(args, first, size, chunk * size if masked else None), products)
+        return _add(state, _slice_keys(call, first, size, chunk * size if masked else None), products)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def body(state: Accumulator, entry: tuple[Array, Array]) -> tuple[Accumulator, None]:
@@ -105,19 +105,19 @@ def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, 
         state, _ = jax.lax.scan(body, state, (jnp.asarray(chunks), jnp.asarray(kinds)))
     seen = state.row_sum != 0.0
     row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1, so that quotient and log have finite derivatives
-    out = (state.acc / row_sum[..., None]).astype(args.value.dtype)
+    out = (state.acc / row_sum[..., None]).astype(call.value.dtype)
     return out, jnp.where(seen, state.row_max + jnp.log(row_sum), -jnp.inf)
 
 
-def _slice_keys(args: AttentionArgs, first: Array, size: int, begin: Array | None) -> AttentionArgs:
+def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Call:
     """The call for the ``size`` keys from slot ``first`` on.
 
     With ``begin`` None, every query sees all of them. Otherwise they are masked, and hidden before slot ``begin``.
     """
     columns = Chunk(first, size)
-    part = dataclasses.replace(args.take(columns=columns), query_lengths=None)  # also a mask array
-    if args.stack is not None:
-        key, value = args.stack.take(columns)
+    part = dataclasses.replace(call.take(columns=columns), query_seq_lengths=None)  # also a mask array
+    if call.stack is not None:
+        key, value = call.stack.take(columns)
         part = dataclasses.replace(part, key=key, value=value)
     if begin is None:
         return dataclasses.replace(part, masks=(), slot_masks=())
@@ -125,19 +125,19 @@ def _slice_keys(args: AttentionArgs, first: Array, size: int, begin: Array | Non
     return dataclasses.replace(part, slot_masks=(*part.slot_masks, new))
 
 
-def _add(state: Accumulator, args: AttentionArgs, products: "Products") -> Accumulator:
+def _add(state: Accumulator, call: Call, products: "Products") -> Accumulator:
     """The state after one more chunk."""
-    query, key, value = args.query, args.key, args.value
+    query, key, value = call.query, call.key, call.value
     dtype, K = softmax_dtype(query), key.shape[2]
     visible = None
-    if args.masks or args.slot_masks:
+    if call.masks or call.slot_masks:
 
-        def visible_of_head(q: Array, k: Array, v: Array, head: Head) -> Array:
-            pairs = visible_pairs(head, head.indices(q, k))
+        def visible_of_head(head: Call) -> Array:
+            pairs = visible_pairs(head)
             assert pairs is not None  # there are masks
-            return jnp.broadcast_to(pairs, (q.shape[0], k.shape[0]))
+            return jnp.broadcast_to(pairs, head.lengths)
 
-        visible = over_args(visible_of_head, args, out_axes=0)  # [B,N,T,S]
+        visible = over_call(visible_of_head, call, out_axes=0)  # [B,N,T,S]
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
         B, N, T, S = visible.shape
         key_seen = visible.reshape(B, K, -1, S).any(2).swapaxes(1, 2)[..., None]
@@ -145,15 +145,14 @@ def _add(state: Accumulator, args: AttentionArgs, products: "Products") -> Accum
         query = jnp.where(visible.any(3).swapaxes(1, 2)[..., None], query, jnp.zeros((), query.dtype))
     raw = products.scores(query, key)
 
-    def one_head(q: Array, k: Array, v: Array, head: Head, raw: Array, *visible: Array) -> tuple[Array, Array, Array]:
-        indices = head.indices(q, k)
-        scores = finish_scores(raw, visible[0] if visible else None, head, indices, q.shape[-1])
+    def one_head(head: Call, raw: Array, *visible: Array) -> tuple[Array, Array, Array]:
+        scores = finish_scores(raw, visible[0] if visible else None, head)
         row_max = jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(scores)))
         exponentials = jnp.exp(scores - row_max[:, None])
-        return drop(exponentials, head.dropout, indices), row_max, exponentials.sum(1)
+        return drop(exponentials, head.dropout, head.indices), row_max, exponentials.sum(1)
 
     per_head = [raw] if visible is None else [raw, visible]
-    exponentials, row_max, row_sum = over_args(one_head, args, out_axes=(0, 1, 1), per_head=per_head)
+    exponentials, row_max, row_sum = over_call(one_head, call, out_axes=(0, 1, 1), per_head=per_head)
     new_max = jnp.maximum(state.row_max, row_max)
     rescale, chunk_scale = jnp.exp(state.row_max - new_max), jnp.exp(row_max - new_max)
     acc = products.values(exponentials, value).astype(dtype)

@@ -7,10 +7,10 @@ from typing import ClassVar
 import jax
 from jax.core import Tracer
 
-from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import dense, dense_weights
+from jattn._core.call import Call
 from jattn._core.deferred import compiled
-from jattn._core.vmap import canonical, over_args
+from jattn._core.vmap import canonical, over_call
 from jattn.kernels.kernel import PlainKernel
 
 
@@ -21,32 +21,30 @@ class Dense(PlainKernel):
     name: ClassVar[str] = "xla"
     wide_query: ClassVar[bool] = True
 
-    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+    def describe_work(self, platform: str, call: Call) -> str:
         """All of it."""
         return "computes all pairs"
 
-    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        return _traced_or_compiled(_dense, args)
+    def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        return _traced_or_compiled(_dense, call)
 
 
-def weights(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+def weights(call: Call) -> tuple[jax.Array, jax.Array]:
     """The weights ``[B,N,T,S]`` before dropout and ``lse [B,T,N]``, from the same expression as ``Dense.run``."""
-    return _traced_or_compiled(_dense_weights, args)
+    return _traced_or_compiled(_dense_weights, call)
 
 
-def _traced_or_compiled(
-    fn: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]], args: AttentionArgs
-) -> tuple[jax.Array, jax.Array]:
-    """``fn(args)``; an eager call is compiled once for all equal calls."""
-    traced = canonical(args)
+def _traced_or_compiled(fn: Callable[[Call], tuple[jax.Array, jax.Array]], call: Call) -> tuple[jax.Array, jax.Array]:
+    """``fn(call)``; an eager call is compiled once for all equal calls."""
+    traced = canonical(call)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(traced)):
-        return fn(args)  # the given one: inside jax.shard_map, plain functions see arrays as JAX types them
+        return fn(call)  # the given one: inside jax.shard_map, plain functions see arrays as JAX types them
     return compiled(fn, traced)
 
 
-def _dense(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-    return over_args(dense, args, out_axes=1)
+def _dense(call: Call) -> tuple[jax.Array, jax.Array]:
+    return over_call(dense, call, out_axes=1)
 
 
-def _dense_weights(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-    return over_args(lambda q, k, v, head: dense_weights(q, k, head), args, out_axes=(0, 1))
+def _dense_weights(call: Call) -> tuple[jax.Array, jax.Array]:
+    return over_call(dense_weights, call, out_axes=(0, 1))

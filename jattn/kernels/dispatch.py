@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jattn._blocks.reduction import Reduction
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import without_mesh
 from jattn._mods.pytree import holds_plain_function
@@ -64,51 +64,51 @@ class Dispatch(ReducingKernel):
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True
 
-    def kernel(self, platform: str, args: AttentionArgs) -> Kernel:
+    def kernel(self, platform: str, call: Call) -> Kernel:
         """What is taken for attention, for a canonical call in the program that is being lowered."""
 
         def takes(kernel: Kernel) -> bool:
-            reason = kernel.unsupported_reason(args) or kernel.lowering_reason(platform)
-            return (reason or kernel.refusal_at_lowering(args)) is None
+            reason = kernel.unsupported_reason(call) or kernel.lowering_reason(platform)
+            return (reason or kernel.refusal_at_lowering(call)) is None
 
-        return _first(platform, args, lambda kernel: _pays(kernel.name, args) and takes(kernel))
+        return _first(platform, call, lambda kernel: _pays(kernel.name, call) and takes(kernel))
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
-        return self.kernel(platform, args).forward(platform, args)
+    def forward(self, platform: str, call: Call) -> Results:
+        return self.kernel(platform, call).forward(platform, call)
 
-    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
-        return self.kernel(platform, args).forward_with_error(platform, args)
+    def forward_with_error(self, platform: str, call: Call) -> Results:
+        return self.kernel(platform, call).forward_with_error(platform, call)
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        kernel = self.kernel(platform, args)
-        args = args if kernel.wide_query else narrowed(args)
-        return kernel.backward(platform, args, results if kernel.returns_error else results[:3], cotangents)
+        kernel = self.kernel(platform, call)
+        call = call if kernel.wide_query else narrowed(call)
+        return kernel.backward(platform, call, results if kernel.returns_error else results[:3], cotangents)
 
-    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
         """That of the first kernel that reduces weights and supports this reduction."""
-        empty = 0 in (*args.query.shape, *args.key.shape)
+        empty = 0 in (*call.query.shape, *call.key.shape)
 
         def takes(kernel: Kernel) -> bool:
             if not isinstance(kernel, ReducingKernel) or kernel.platform and empty:
                 return False
-            return (kernel.reduction_reason(args, reduction) or kernel.lowering_reason(platform)) is None
+            return (kernel.reduction_reason(call, reduction) or kernel.lowering_reason(platform)) is None
 
-        kernel = _first(platform, args, takes)
+        kernel = _first(platform, call, takes)
         assert isinstance(kernel, ReducingKernel)
-        return kernel.reduce(platform, args, reduction)
+        return kernel.reduce(platform, call, reduction)
 
 
-def _first(platform: str, args: AttentionArgs, takes: Callable[[Kernel], bool]) -> Kernel:
+def _first(platform: str, call: Call, takes: Callable[[Kernel], bool]) -> Kernel:
     """The first of ``ORDER`` that takes the call."""
-    several = args.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
+    several = call.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
     kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform])
     with without_mesh():
         return next(k for k in kernels if not (k.never_run or k.platform and several) and takes(k))
 
 
-def choose(args: AttentionArgs, named: str | None) -> Kernel:
+def choose(call: Call, named: str | None) -> Kernel:
     """The named implementation, or what each platform takes unasked.
 
     Raises:
@@ -116,26 +116,26 @@ def choose(args: AttentionArgs, named: str | None) -> Kernel:
     """
     if named is None:
         # Only where a platform may take something else: the derivatives of ``Dispatch`` to any order are blockwise's.
-        candidates = (name for name in ("decode", "blockwise", "native") if _pays(name, args))
-        other = next((name for name in candidates if IMPLEMENTATIONS[name].unsupported_reason(args) is None), None)
+        candidates = (name for name in ("decode", "blockwise", "native") if _pays(name, call))
+        other = next((name for name in candidates if IMPLEMENTATIONS[name].unsupported_reason(call) is None), None)
         return IMPLEMENTATIONS["xla"] if other is None else Dispatch()
-    reason = by_name(named).unsupported_reason(args)
+    reason = by_name(named).unsupported_reason(call)
     if reason is not None:
         raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
     return IMPLEMENTATIONS[named]
 
 
-def _taken(args: AttentionArgs, platform: str, sharded: bool) -> str:
-    """The name of what ``choose(args, None)`` takes on a platform of ``PLATFORMS``."""
-    call, lowered_for = dataclasses.replace(canonical(args), sharded=sharded), PLATFORMS[platform][0]
-    if choose(args, None).name == "xla":
+def _taken(call: Call, platform: str, sharded: bool) -> str:
+    """The name of what ``choose(call, None)`` takes on a platform of ``PLATFORMS``."""
+    lowered, platform_of = dataclasses.replace(canonical(call), sharded=sharded), PLATFORMS[platform][0]
+    if choose(call, None).name == "xla":
         return "xla"
-    return deferred.at_lowering(lambda args: Dispatch().kernel(lowered_for, args).name, call)
+    return deferred.at_lowering(lambda call: Dispatch().kernel(platform_of, call).name, lowered)
 
 
-def _pays(name: str, args: AttentionArgs) -> bool:
+def _pays(name: str, call: Call) -> bool:
     """Whether an implementation is expected to be faster at these sizes than those after it in ``ORDER``."""
-    (B, T, N, _), (S, K, H) = args.query.shape, args.key.shape[1:]
+    (B, T, N, _), (S, K, H) = call.query.shape, call.key.shape[1:]
     if name == "xla":
         return True
     if not isinstance(T, int) or not isinstance(S, int):
@@ -152,7 +152,7 @@ def _pays(name: str, args: AttentionArgs) -> bool:
     return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
 
 
-def explain_choice(args: AttentionArgs, implementation: object, platform: str | None, sharded: bool) -> str:
+def explain_choice(call: Call, implementation: object, platform: str | None, sharded: bool) -> str:
     """The choice on a platform, or on each, and the reasons against the others, one line each."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
@@ -161,70 +161,70 @@ def explain_choice(args: AttentionArgs, implementation: object, platform: str | 
         kernel = check_implementation(implementation)
         if isinstance(kernel, OverDevices):
             of_part = lambda part, named: explain_choice(part, named, platform, part.sharded)
-            return "\n".join(kernel.describe(args, of_part))
-        reason = kernel.unsupported_reason(args)
+            return "\n".join(kernel.describe(call, of_part))
+        reason = kernel.unsupported_reason(call)
         line = f"{type(implementation).__name__}: given, as an object"
         if reason is not None or not isinstance(implementation, Kernel):
             return line + ("" if reason is None else f", but {reason}")
-        return "\n".join([line, *_work(implementation.prepare(canonical(args)), args, platforms, sharded)])
-    reasons = {name: _reason(name, args, platforms) for name in IMPLEMENTATIONS}
+        return "\n".join([line, *_work(implementation.prepare(canonical(call)), call, platforms, sharded)])
+    reasons = {name: _reason(name, call, platforms) for name in IMPLEMENTATIONS}
     if implementation is not None:
         by_name(implementation)
         reason = reasons[implementation]
         on = {implementation: ()}
         lines = [f"{implementation}: " + ("taken by name" if reason is None else f"named, but {reason}")]
         if reason is None:
-            lines += _work(IMPLEMENTATIONS[implementation].prepare(canonical(args)), args, platforms, sharded)
+            lines += _work(IMPLEMENTATIONS[implementation].prepare(canonical(call)), call, platforms, sharded)
     else:
         on = {}
         for one in platforms:
-            on.setdefault(_taken(args, one, sharded), []).append(one.upper())
+            on.setdefault(_taken(call, one, sharded), []).append(one.upper())
         everywhere = len(on) == 1 and platform is None
         lines = [f"{name}: taken" + ("" if everywhere else f" on {' and '.join(on[name])}") for name in on]
         for name, taken_on in on.items():
-            lines += _work(IMPLEMENTATIONS[name], args, [one.lower() for one in taken_on], sharded)
+            lines += _work(IMPLEMENTATIONS[name], call, [one.lower() for one in taken_on], sharded)
     for name, reason in reasons.items():
         if name not in on:
-            lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, args)}'}")
+            lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, call)}'}")
     return "\n".join(lines)
 
 
-def _work(kernel: Kernel, args: AttentionArgs, platforms: Sequence[str], sharded: bool) -> list[str]:
+def _work(kernel: Kernel, call: Call, platforms: Sequence[str], sharded: bool) -> list[str]:
     """How much of the matrix a kernel computes under the call's masks, one line for all platforms that agree."""
-    if not args.masks and not args.slot_masks:
+    if not call.masks and not call.slot_masks:
         return []
-    call = dataclasses.replace(canonical(args), sharded=sharded)
+    lowered = dataclasses.replace(canonical(call), sharded=sharded)
     on: dict[str | None, list[str]] = {}
     for platform in platforms:
         if kernel.platform in (None, platform):
-            text = deferred.at_lowering(_describe_work, kernel, PLATFORMS[platform][0], call)
+            text = deferred.at_lowering(_describe_work, kernel, PLATFORMS[platform][0], lowered)
             on.setdefault(text, []).append(platform.upper())
     lines = []
     for text, names in on.items():
         if text is not None:
             lines.append(f"{kernel.name} {text}" + ("" if len(on) == 1 else f" on {' and '.join(names)}"))
-            if " 100% " in text and any(map(holds_plain_function, args.masks)):
+            if " 100% " in text and any(map(holds_plain_function, call.masks)):
                 lines[-1] += "; block_mask finds the empty ones of a plain function"
     return lines
 
 
-def _describe_work(kernel: Kernel, platform: str, args: AttentionArgs) -> str | None:
+def _describe_work(kernel: Kernel, platform: str, call: Call) -> str | None:
     with without_mesh():
-        return kernel.describe_work(platform, args)
+        return kernel.describe_work(platform, call)
 
 
-def _reason(name: str, args: AttentionArgs, platforms: tuple[str, ...]) -> str | None:
+def _reason(name: str, call: Call, platforms: tuple[str, ...]) -> str | None:
     kernel = IMPLEMENTATIONS[name]
     if kernel.platform is not None and kernel.platform not in platforms:
         return f"it needs a {kernel.platform.upper()}"
-    return kernel.unsupported_reason(args)
+    return kernel.unsupported_reason(call)
 
 
-def _where_it_pays(name: str, args: AttentionArgs) -> str:
+def _where_it_pays(name: str, call: Call) -> str:
     kernel = IMPLEMENTATIONS[name]
     on = f", on a {kernel.platform.upper()}" if kernel.platform else ""
     on += "; never run on hardware" if kernel.never_run else ""
-    if name not in _WHERE_IT_PAYS or _pays(name, args):
+    if name not in _WHERE_IT_PAYS or _pays(name, call):
         return on
     return f"{on}; {_WHERE_IT_PAYS[name]}"
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jattn._blocks.reduction import Reduction
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import Length
 
 
@@ -29,11 +29,11 @@ class Unsupported(NotImplementedError):
 class Implementation(Protocol):
     """What is passed as ``implementation=``: a ``Kernel``, or any object with these two methods."""
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call, /) -> str | None:
         """None if ``run`` supports the call, otherwise the reason in one phrase."""
         ...
 
-    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+    def run(self, call: Call, /) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]`` in the value's dtype and ``lse [B,T,N]``, both differentiable."""
         ...
 
@@ -46,14 +46,14 @@ class ReducesWeights(Protocol):
         """The token that each slot of a sequence holds, integers ``[length]``; None if the order is the tokens' own."""
         ...
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
         """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``reduction.lse`` and the call."""
         ...
 
     def map_parts(
-        self, fn: Callable[..., PyTree], args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+        self, fn: Callable[..., PyTree], call: Call, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
-        """``fn(args, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn._core.shard.per_device``."""
+        """``fn(call, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn._core.shard.per_device``."""
         ...
 
 
@@ -66,7 +66,7 @@ class OverDevices(Protocol):
         """Whether no device has the whole sequence."""
         ...
 
-    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """The lines of ``jattn.explain``: what is divided, and what a device sends.
 
         ``explain``: what it says of the call of one device, with the name of an implementation or None.

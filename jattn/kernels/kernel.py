@@ -1,6 +1,7 @@
 """The base classes of implementations: what all kernels have in common, and what a new one overrides."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from jattn._blocks import backward, online_softmax
 from jattn._blocks.plan import BlockSizes
 from jattn._blocks.reduction import Reduction, reduce_weights
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import REFUSED, Call
 from jattn._core.shard import is_typed, may_be_sharded, on_each_device, per_device, replicated_on
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import Length
@@ -28,31 +29,26 @@ SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a
 PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
-def _shapes(args: AttentionArgs) -> tuple[Length, ...]:
-    return *args.query.shape, *args.key.shape
+def _shapes(call: Call) -> tuple[Length, ...]:
+    return *call.query.shape, *call.key.shape
 
 
-def _is_symbolic(args: AttentionArgs) -> bool:
-    sizes = *_shapes(args), *(() if args.value is None else args.value.shape[3:])
+def _is_symbolic(call: Call) -> bool:
+    sizes = *_shapes(call), *(() if call.value is None else call.value.shape[3:])
     return not all(isinstance(size, int) for size in sizes)
 
 
-# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. A new option goes here.
-OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
+# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. Fields of ``Call`` that
+# have words for it are among them.
+OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
     "symbolic shapes": (_is_symbolic, "it takes no symbolic shapes"),
-    "empty arrays": (lambda args: args.value is None or 0 in _shapes(args), "it takes no empty arrays"),
-    "bias": (lambda args: args.bias is not None, "it takes no bias"),
-    "mask array": (lambda args: args.has_mask_array, "it takes no mask array"),
-    "score_mod": (lambda args: args.score_mod is not None, "it takes no score_mod"),
-    "query positions": (lambda args: args.query_positions is not None, "it takes no positions of queries"),
-    "key positions": (lambda args: args.kv_positions is not None, "it takes no positions of keys"),
-    "dropout": (lambda args: args.dropout is not None, "it takes no dropout"),
-    "precision": (lambda args: args.precision is not None, "it has no precision setting"),
+    "empty arrays": (lambda call: call.value is None or 0 in _shapes(call), "it takes no empty arrays"),
+    **{name: (operator.methodcaller("has", name), reason) for name, reason in REFUSED.items()},
     "several devices": (
-        lambda args: (
-            may_be_sharded(args)
-            and not (is_typed(args.query) or is_typed(args.key))  # else ``on_each_device`` raises what is wrong
-            and replicated_on(args) is None
+        lambda call: (
+            may_be_sharded(call)
+            and not (is_typed(call.query) or is_typed(call.key))  # else ``on_each_device`` raises what is wrong
+            and replicated_on(call) is None
         ),
         SEVERAL_DEVICES,
     ),
@@ -66,8 +62,9 @@ class Kernel:
     A subclass is a frozen dataclass of its settings, in a file of its own. To write one, override in this order:
 
     1. ``name``, and ``platform`` if it runs on one kind of device only.
-    2. What it refuses. ``dtypes``; ``takes``, the ``OPTIONS`` that it supports: an option that is added later is
-       refused until a kernel that lists its own names it; and ``refusals`` for all else.
+    2. What it refuses. ``dtypes``; ``takes``, the ``OPTIONS`` that it supports, fields of ``Call`` among them: one that
+       is added later is refused until a kernel that lists its own names it, unless its scores are those of
+       ``jattn._core.attention`` or ``jattn._blocks``; and ``refusals`` for all else.
     3. ``forward``. Now it is right: its derivatives are blockwise's, which computes the forward pass again in blocks.
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
        the gradients of other arrays stay blockwise's. In 16 bits also ``forward_with_error``, with ``returns_error``:
@@ -103,71 +100,76 @@ class Kernel:
     # keys, is then one of several that are summed up, and is not rounded where the kernel can do without.
     wide_query: ClassVar[bool] = False
 
-    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if unknown := sorted(cls.takes - OPTIONS.keys()):
+            raise TypeError(f"{cls.__name__}.takes names {', '.join(unknown)}; options are {', '.join(OPTIONS)}")
+
+    def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
         """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""
         return ()
 
-    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
+    def refusal_at_lowering(self, call: Call) -> str | None:
         """A reason against taking the kernel unasked that is known only where the program is lowered, or None."""
         return None
 
-    def describe_work(self, platform: str, args: AttentionArgs) -> str | None:
+    def describe_work(self, platform: str, call: Call) -> str | None:
         """How much of the matrix its forward pass of a canonical call computes, as a predicate; None if not known."""
         return None
 
-    def prepare(self, args: AttentionArgs) -> "Kernel":
+    def prepare(self, call: Call) -> "Kernel":
         """The kernel for one canonical call, with what it reads of static arrays while tracing."""
         return self
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
+    def forward(self, platform: str, call: Call) -> Results:
         """``out``, ``row_max`` and ``row_sum`` of a canonical call, traced for ``platform``."""
         raise NotImplementedError
 
-    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+    def forward_with_error(self, platform: str, call: Call) -> Results:
         """``forward``, and what rounding took from ``out``: for the derivatives of calls in 16 bits; 0 if not known."""
-        results = self.forward(platform, args)
+        results = self.forward(platform, call)
         return *results, jnp.zeros_like(results[0])
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """The cotangents of query, key and value, as in ``jattn._blocks.backward.differentiable``."""
-        return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
+        return backward.gradients_of_qkv(platform, call, results, cotangents, self._block_sizes)
 
     def backward_of_part(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """``backward`` for a part of the keys, with the results for all of them, as in a hop of a ring."""
-        return self.backward(platform, args, results, cotangents)
+        return self.backward(platform, call, results, cotangents)
 
     @property
     def _block_sizes(self) -> BlockSizes:
         """The sizes of the blocks in all derivatives that are blockwise's."""
         return None
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         """The first reason against the kernel, or None."""
-        dtype, names = args.key.dtype, [jnp.dtype(x).name for x in self.dtypes]
+        dtype, names = call.key.dtype, [jnp.dtype(x).name for x in self.dtypes]
         if names and dtype.name not in names:
             return f"it takes {' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}, not {dtype}"
         for option, (applies, reason) in OPTIONS.items():
-            if option not in self.takes and applies(args):
+            if option not in self.takes and applies(call):
                 return reason
-        return next((reason for applies, reason in self.refusals(args) if applies), None)
+        return next((reason for applies, reason in self.refusals(call) if applies), None)
 
-    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+    def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
-        self._check(self.unsupported_reason(args))  # given as an object, it was not asked before
-        everywhere = replicated_on(args) if self.platform else None  # XLA cannot place a kernel on several devices
+        self._check(self.unsupported_reason(call))  # given as an object, it was not asked before
+        everywhere = replicated_on(call) if self.platform else None  # XLA cannot place a kernel on several devices
         if everywhere is not None:
-            return per_device(self._run, args, everywhere, ("btnd", "btn"))
-        return on_each_device(self._run, args, ("btnd", "btn"))
+            return per_device(self._run, call, everywhere, ("btnd", "btn"))
+        return on_each_device(self._run, call, ("btnd", "btn"))
 
-    def _run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        args, lse = canonical(args), _lse if self.rounds_query else None
+    def _run(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        call, lse = canonical(call), _lse if self.rounds_query else None
         rule = {"backward": _backward, "alone": self.backward_is_for_qkv_alone, "lse": lse}
         rule |= {"returns_error": self.returns_error}
-        return backward.differentiable(_forward, _accumulate, args, self.prepare(args), **rule)
+        return backward.differentiable(_forward, _accumulate, call, self.prepare(call), **rule)
 
     @property
     def is_simulated(self) -> bool:
@@ -192,33 +194,33 @@ class Kernel:
             raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
 
 
-def _forward(platform: str, args: AttentionArgs, kernel: Kernel, with_error: bool) -> Results:
+def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Results:
     kernel.check_lowering(platform)
-    args = narrowed(args)
-    return kernel.forward_with_error(platform, args) if with_error else kernel.forward(platform, args)
+    call = narrowed(call)
+    return kernel.forward_with_error(platform, call) if with_error else kernel.forward(platform, call)
 
 
-def narrowed(args: AttentionArgs) -> AttentionArgs:
+def narrowed(call: Call) -> Call:
     """The call with its query in the dtype of its keys; it may be in the softmax's, so that its gradient is, too."""
-    return dataclasses.replace(args, query=args.query.astype(args.key.dtype))
+    return dataclasses.replace(call, query=call.query.astype(call.key.dtype))
 
 
-def _accumulate(platform: str, args: AttentionArgs, row_max: Array, kernel: Kernel) -> tuple[Array, Array]:
-    return backward.accumulate(platform, args, row_max, kernel._block_sizes)
+def _accumulate(platform: str, call: Call, row_max: Array, kernel: Kernel) -> tuple[Array, Array]:
+    return backward.accumulate(platform, call, row_max, kernel._block_sizes)
 
 
-def _lse(platform: str, args: AttentionArgs, kernel: Kernel) -> Array:
+def _lse(platform: str, call: Call, kernel: Kernel) -> Array:
     """``[B,T,N]``, of blockwise's scores."""
-    no_value = dataclasses.replace(args, value=args.key[..., :0])
+    no_value = dataclasses.replace(call, value=call.key[..., :0])
     return online_softmax.log_sum_exp(*online_softmax.forward(platform, no_value, kernel._block_sizes)[1:])
 
 
 def _backward(
     platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
 ) -> Sequence[Array]:
-    args, results, kernel = inputs
-    dtype = args.query.dtype
-    d_query, *others = kernel.backward(platform, args if kernel.wide_query else narrowed(args), results, cotangents)
+    call, results, kernel = inputs
+    dtype = call.query.dtype
+    d_query, *others = kernel.backward(platform, call if kernel.wide_query else narrowed(call), results, cotangents)
     return d_query.astype(dtype), *others
 
 
@@ -226,60 +228,60 @@ def _backward(
 class PlainKernel(Kernel):
     """A ``Kernel`` that overrides ``run`` alone: JAX differentiates it."""
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
-        out, lse = self.run(args)
+    def forward(self, platform: str, call: Call) -> Results:
+        out, lse = self.run(call)
         seen = lse != -jnp.inf
         return out, jnp.where(seen, lse, jnp.finfo(lse.dtype).min), seen.astype(lse.dtype)
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        run = lambda *qkv: self.run(dataclasses.replace(args, **dict(zip(("query", "key", "value"), qkv, strict=True))))
-        (out, lse), pull = jax.vjp(run, args.query, args.key, args.value)
+        run = lambda *qkv: self.run(dataclasses.replace(call, **dict(zip(("query", "key", "value"), qkv, strict=True))))
+        (out, lse), pull = jax.vjp(run, call.query, call.key, call.value)
         d_out, d_row_sum = cotangents
         d_out = jnp.zeros_like(out) if d_out is None else d_out.astype(out.dtype)
         # lse = row_max + log(row_sum), at a constant row_max
         return pull((d_out, jnp.zeros_like(lse) if d_row_sum is None else d_row_sum * results[2]))
 
     def backward_of_part(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """By blockwise: JAX's derivative of ``run`` is that of attention over the part alone."""
-        return super().backward(platform, args, results, cotangents)
+        return super().backward(platform, call, results, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducingKernel(Kernel):
     """A ``Kernel`` that also reduces weights, by ``reduce``; the derivatives of the reductions are blockwise's."""
 
-    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
         """``reduction`` of a canonical call, traced for ``platform``."""
-        return reduce_weights(args, reduction, self._block_sizes)
+        return reduce_weights(call, reduction, self._block_sizes)
 
-    def reduction_reason(self, args: AttentionArgs, reduction: Reduction) -> str | None:
+    def reduction_reason(self, call: Call, reduction: Reduction) -> str | None:
         """The first reason against ``reduction``, or None."""
-        return self.unsupported_reason(dataclasses.replace(args, value=args.key))
+        return self.unsupported_reason(dataclasses.replace(call, value=call.key))
 
     def slots(self, length: Length) -> None:
         return None
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
-        self._check(self.reduction_reason(args, reduction))
-        return deferred.call(_REDUCE, canonical(args), reduction, self, out=reduction.results(args))
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
+        self._check(self.reduction_reason(call, reduction))
+        return deferred.call(_REDUCE, canonical(call), reduction, self, out=reduction.results(call))
 
     def map_parts(
-        self, fn: Callable[..., PyTree], args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+        self, fn: Callable[..., PyTree], call: Call, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
-        return on_each_device(fn, args, out_axes, *extra)
+        return on_each_device(fn, call, out_axes, *extra)
 
 
-def _reduce_in_blocks(platform: str, args: AttentionArgs, reduction: Reduction, kernel: Kernel) -> dict[str, Array]:
-    return reduce_weights(args, reduction, kernel._block_sizes)
+def _reduce_in_blocks(platform: str, call: Call, reduction: Reduction, kernel: Kernel) -> dict[str, Array]:
+    return reduce_weights(call, reduction, kernel._block_sizes)
 
 
-def _reduce(platform: str, args: AttentionArgs, reduction: Reduction, kernel: ReducingKernel) -> dict[str, Array]:
+def _reduce(platform: str, call: Call, reduction: Reduction, kernel: ReducingKernel) -> dict[str, Array]:
     kernel.check_lowering(platform)
-    return kernel.reduce(platform, args, reduction)
+    return kernel.reduce(platform, call, reduction)
 
 
 _REDUCE = deferred.CustomRules(_reduce_in_blocks, run=_reduce)

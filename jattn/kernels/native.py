@@ -23,16 +23,16 @@ from jaxtyping import Array
 
 from jattn._blocks.all_heads import rounding_error
 from jattn._blocks.backward import of_sums
-from jattn._blocks.plan import describe_work, plan_args
+from jattn._blocks.plan import describe_work, plan_call
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._core.dropout import Dropout, dropout_seeds
 from jattn._mods.arrays import AnyArray, mod_semantics, pad_end
 from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.validation import LARGEST, LEAST
 from jattn.kernels.dense import Dense
-from jattn.kernels.kernel import OPTIONS, Kernel, Results, narrowed
+from jattn.kernels.kernel import Kernel, Results, narrowed
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
@@ -60,29 +60,34 @@ class Native(Kernel):
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16, jnp.float32)
-    takes: ClassVar[frozenset[str]] = frozenset(OPTIONS) - {"symbolic shapes", "empty arrays", "several devices"}
+    takes: ClassVar[frozenset[str]] = frozenset(
+        {
+            "bias", "masks", "slot_masks", "query_seq_lengths", "key_value_seq_lengths", "score_mod", "query_positions",
+            "kv_positions", "dropout", "precision",
+        }
+    )  # fmt: skip
 
     width: int | None = None
     few: int = 16
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         if self.width not in WIDTHS:
             return f"width must be one of {WIDTHS}, got {self.width!r}"
         if (missing := _why_missing()) is not None:
             return missing
         if self.width is not None and self.width > _library().widest():
             return f"this CPU has vectors of {_library().widest()} floats, not {self.width}"
-        return super().unsupported_reason(args)
+        return super().unsupported_reason(call)
 
-    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        mod, dim = args.score_mod, max(args.query.shape[-1], args.value.shape[-1])
+    def refusals(self, call: Call) -> Iterator[tuple[bool, str]]:
+        mod, dim = call.score_mod, max(call.query.shape[-1], call.value.shape[-1])
         yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
         known = mod is None or isinstance(mod, SoftCap | Alibi | RelativeBias)
         yield not known, "it takes no score_mod but SoftCap, Alibi and RelativeBias"
-        far = isinstance(mod, RelativeBias) and _furthest(args, mod) > FURTHEST
+        far = isinstance(mod, RelativeBias) and _furthest(call, mod) > FURTHEST
         yield far, f"it takes no RelativeBias with a max_distance above {FURTHEST} in sequences that may be as long"
         yield (
-            not _takes_masks(args),
+            not _takes_masks(call),
             (
                 "it takes no masks but Causal, SlidingWindow, Prefix, Padding and one Segments, joined by &, "
                 "Causal, Prefix and Padding joined by |, others with an interval, and arrays"
@@ -93,52 +98,52 @@ class Native(Kernel):
         exported = "jax.export does not take its calls" if deferred.is_exported() else None
         return super().lowering_reason(platform) or exported
 
-    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+    def describe_work(self, platform: str, call: Call) -> str:
         """By the tables of the largest tiles; those of narrow vectors leave out more."""
-        T, S = args.query.shape[1], args.key.shape[1]
+        T, S = call.query.shape[1], call.key.shape[1]
         tile = max(TILE, T // TABLE), max(TILE, S // TABLE)
-        return describe_work(plan_args("", args, tile).blocks, (T, S))
+        return describe_work(plan_call("", call, tile).blocks, (T, S))
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
+    def forward(self, platform: str, call: Call) -> Results:
         """By the kernels."""
-        return self.forward_with_error(platform, args)[:3]
+        return self.forward_with_error(platform, call)[:3]
 
-    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+    def forward_with_error(self, platform: str, call: Call) -> Results:
         """By the kernels, whose output is float32."""
-        (B, T, N, _), S, D = args.query.shape, args.key.shape[1], args.value.shape[3]
-        types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (args.key, args.value)
+        (B, T, N, _), S, D = call.query.shape, call.key.shape[1], call.value.shape[3]
+        types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (call.key, call.value)
         if T < self.few:
             layer = jnp.int32(0)
-            if args.stack is not None and args.key.shape[3] % STEP == D % STEP == 0:  # others are padded, in a copy
-                key, value, layer = args.stack.key, args.stack.value, jnp.asarray(args.stack.layer, jnp.int32)
+            if call.stack is not None and call.key.shape[3] % STEP == D % STEP == 0:  # others are padded, in a copy
+                key, value, layer = call.stack.key, call.stack.value, jnp.asarray(call.stack.layer, jnp.int32)
             types.append((B, -(-S // PART), N * T, _padded(D) + 2))  # each part's sums, maxima and sums of exponentials
-            results = _call("jattn_decode", args, (args.query, key, value), self.width, [layer], types)
+            results = _call("jattn_decode", call, (call.query, key, value), self.width, [layer], types)
         else:
-            results = _call("jattn_forward", args, (args.query, key, value), self.width, [], types)
+            results = _call("jattn_forward", call, (call.query, key, value), self.width, [], types)
         out, row_max, row_sum, *_ = results
-        out, dtype = out[..., :D], args.value.dtype
+        out, dtype = out[..., :D], call.value.dtype
         return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        T = args.query.shape[1]
+        T = call.query.shape[1]
         if T < FEWEST:
-            return Dense().backward(platform, args, results, cotangents)
+            return Dense().backward(platform, call, results, cotangents)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
-            results = dataclasses.replace(self, few=0).forward_with_error(platform, narrowed(args))
-        return self.backward_of_part(platform, args, results, cotangents)
+            results = dataclasses.replace(self, few=0).forward_with_error(platform, narrowed(call))
+        return self.backward_of_part(platform, call, results, cotangents)
 
     def backward_of_part(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        qkv, args = (args.query, args.key, args.value), narrowed(args)
+        qkv, call = (call.query, call.key, call.value), narrowed(call)
         d_acc, d_row_sum = of_sums(results, cotangents)
         types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
         others = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
-        sums = _call("jattn_backward", args, (args.query, args.key, args.value), self.width, others, types)
+        sums = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
 
 
@@ -152,7 +157,7 @@ def _pad_features(x: jax.Array) -> jax.Array:
 
 def _call(
     name: str,
-    args: AttentionArgs,
+    call: Call,
     qkv: Sequence[jax.Array],
     width: int | None,
     others: list[jax.Array],
@@ -163,35 +168,35 @@ def _call(
     qkv = [_pad_features(x) for x in qkv]
     if len({x.dtype for x in qkv}) > 1:
         qkv = [x.astype(jnp.float32) for x in qkv]
-    operands = [*qkv, *others, *_score_operands(args)]
+    operands = [*qkv, *others, *_score_operands(call)]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
-    rate = 0.0 if args.dropout is None else args.dropout.rate
+    rate = 0.0 if call.dropout is None else call.dropout.rate
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
     return kernel(*operands, width=np.int32(width or 0), dropped=threshold.view(np.int32))
 
 
-def _score_operands(args: AttentionArgs) -> list[jax.Array]:
+def _score_operands(call: Call) -> list[jax.Array]:
     """What scores depend on besides queries and keys, in the order in which ``scores_of`` in C++ reads it."""
-    mod, dropout, seen = args.score_mod, args.dropout, visible_keys(args)
+    mod, dropout, seen = call.score_mod, call.dropout, visible_keys(call)
     relative = isinstance(mod, Alibi | RelativeBias) or dropout is not None
     numbers = [
-        args.score_scale,
+        call.score_scale,
         mod.cap if isinstance(mod, SoftCap) else 0.0,
         0.0 if dropout is None or dropout.rate == 1.0 else 1.0 / (1.0 - dropout.rate),
     ]
     no_ints, no_floats = jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)
     optional = [
-        (args.kv_lengths, no_ints),
+        (call.key_value_seq_lengths, no_ints),
         (seen.query_ids, no_ints),
         (seen.key_ids, no_ints),
-        (_positions(args) if relative else None, no_ints),
+        (_positions(call) if relative else None, no_ints),
         (seen.key_positions, no_ints),
-        (_of_heads(mod.slopes, args) if isinstance(mod, Alibi) else None, no_floats),
-        (_by_distance(args, mod) if isinstance(mod, RelativeBias) else None, no_floats.reshape(0, 1)),
-        (_read_in_place(args.bias), no_floats.reshape(0, 1, 1, 1)),
+        (_of_heads(mod.slopes, call) if isinstance(mod, Alibi) else None, no_floats),
+        (_by_distance(call, mod) if isinstance(mod, RelativeBias) else None, no_floats.reshape(0, 1)),
+        (_read_in_place(call.bias), no_floats.reshape(0, 1, 1, 1)),
         (seen.mask, jnp.zeros((0, 1, 1, 1), bool)),
-        (None if dropout is None else _seeds(args, dropout), no_ints.reshape(0, 1, 2)),
+        (None if dropout is None else _seeds(call, dropout), no_ints.reshape(0, 1, 2)),
     ]
     scalars = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
     return [scalars, seen.low, seen.high, *(jnp.asarray(none if x is None else x) for x, none in optional)]
@@ -201,39 +206,39 @@ def _read_in_place(bias: jax.Array | None) -> jax.Array | None:
     return bias if bias is None or bias.dtype == jnp.bfloat16 else bias.astype(jnp.float32)
 
 
-def _of_heads(table: AnyArray, args: AttentionArgs) -> jax.Array:
+def _of_heads(table: AnyArray, call: Call) -> jax.Array:
     """The call's heads of a table ``[N,...]``, float32."""
     table = jnp.asarray(table, jnp.float32)
-    return jax.lax.dynamic_slice_in_dim(table, jnp.asarray(args.first_head), args.query.shape[2])
+    return jax.lax.dynamic_slice_in_dim(table, jnp.asarray(call.first_head), call.query.shape[2])
 
 
-def _furthest(args: AttentionArgs, mod: RelativeBias) -> int:
+def _furthest(call: Call, mod: RelativeBias) -> int:
     """The distance from which on all have one bias, or the largest that there is."""
-    by_slot = args.query_positions is None and args.kv_positions is None
-    return min(mod.max_distance, max(args.query.shape[1], args.key.shape[1])) if by_slot else mod.max_distance
+    by_slot = call.query_positions is None and call.kv_positions is None
+    return min(mod.max_distance, max(call.query.shape[1], call.key.shape[1])) if by_slot else mod.max_distance
 
 
-def _by_distance(args: AttentionArgs, mod: RelativeBias) -> jax.Array:
-    """The biases ``[N,2n+1]`` by the query's position minus the key's, from ``-n`` to ``n = _furthest(args, mod)``."""
-    n = _furthest(args, mod)
+def _by_distance(call: Call, mod: RelativeBias) -> jax.Array:
+    """The biases ``[N,2n+1]`` by the query's position minus the key's, from ``-n`` to ``n = _furthest(call, mod)``."""
+    n = _furthest(call, mod)
     with mod_semantics():
         by_head = jnp.asarray(mod.table)[mod.bucket(jnp.arange(n, -n - 1, -1, dtype=jnp.int32))].T
-    return _of_heads(by_head, args)
+    return _of_heads(by_head, call)
 
 
-def _seeds(args: AttentionArgs, dropout: Dropout) -> jax.Array:
+def _seeds(call: Call, dropout: Dropout) -> jax.Array:
     """Dropout's seeds, ``[B|1,N|1,2]``, as int32."""
     if dropout.broadcast:
         return dropout_seeds(dropout, 0, 0).view(jnp.int32)[None, None]
-    b, h = args.first_batch + jnp.arange(args.query.shape[0]), args.first_head + jnp.arange(args.query.shape[2])
+    b, h = call.first_batch + jnp.arange(call.query.shape[0]), call.first_head + jnp.arange(call.query.shape[2])
     of_heads = jax.vmap(functools.partial(dropout_seeds, dropout), (None, 0))
     return jax.vmap(of_heads, (0, None))(b, h).view(jnp.int32)
 
 
-def _positions(args: AttentionArgs) -> jax.Array:
+def _positions(call: Call) -> jax.Array:
     """The positions of the queries, int32 ``[B,T]``."""
-    positions = np.arange(args.query.shape[1])[None] if args.query_positions is None else args.query_positions
-    return _of_each(positions, args.query)
+    positions = np.arange(call.query.shape[1])[None] if call.query_positions is None else call.query_positions
+    return _of_each(positions, call.query)
 
 
 def _of_each(positions: AnyArray, arrays: jax.Array) -> jax.Array:
@@ -256,18 +261,18 @@ class Visible(NamedTuple):
     mask: jax.Array | None  # bool [B|1,N|1,T|1,S]
 
 
-def visible_keys(args: AttentionArgs) -> Visible:
+def visible_keys(call: Call) -> Visible:
     """What the queries of a supported call see, of the keys within their lengths."""
-    (B, T, N, _), S = args.query.shape, args.key.shape[1]
-    in_interval, by_id = _split(args.masks)
-    positions, b = _positions(args), args.first_batch + jnp.arange(B, dtype=jnp.int32)
-    kv_positions = None if args.kv_positions is None else _of_each(args.kv_positions, args.key)
-    rows_shown, mask = _mask_arrays(args)
+    (B, T, N, _), S = call.query.shape, call.key.shape[1]
+    in_interval, by_id = _split(call.masks)
+    positions, b = _positions(call), call.first_batch + jnp.arange(B, dtype=jnp.int32)
+    kv_positions = None if call.kv_positions is None else _of_each(call.kv_positions, call.key)
+    rows_shown, mask = _mask_arrays(call)
     ends: tuple[Any, Any] = LEAST, LARGEST
     query_ids = key_ids = None
     with mod_semantics():
         if in_interval:
-            h = args.first_head + jnp.arange(N, dtype=jnp.int32)
+            h = call.first_head + jnp.arange(N, dtype=jnp.int32)
             seen = interval(and_masks(*in_interval), b[:, None, None], h[:, None], positions[:, None])
             assert seen is not None  # see _takes_masks
             ends = seen
@@ -287,10 +292,10 @@ def visible_keys(args: AttentionArgs) -> Visible:
     return Visible(low, high, query_ids, key_ids, kv_positions, mask)
 
 
-def _mask_arrays(args: AttentionArgs) -> tuple[list[AnyArray], jax.Array | None]:
+def _mask_arrays(call: Call) -> tuple[list[AnyArray], jax.Array | None]:
     """Those that are the same for all keys, ``[B|1,N|1,T|1]``, and the others, joined: ``[B|1,N|1,T|1,S]``."""
     # The last one is that of the keys' lengths.
-    arrays = args.slot_masks if args.kv_lengths is None else args.slot_masks[:-1]
+    arrays = call.slot_masks if call.key_value_seq_lengths is None else call.slot_masks[:-1]
     by_pair = [jnp.asarray(x) for x in arrays if x.shape[3] != 1]
     rows_shown = [x[..., 0] for x in arrays if x.shape[3] == 1]
     return rows_shown, functools.reduce(operator.and_, by_pair) if by_pair else None
@@ -303,9 +308,9 @@ def _as_int32(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.
     return both[:, : query_ids.shape[1]], both[:, query_ids.shape[1] :]
 
 
-def _takes_masks(args: AttentionArgs) -> bool:
+def _takes_masks(call: Call) -> bool:
     """Whether ``visible_keys`` can tell what the masks show."""
-    in_interval, by_id = _split(args.masks)
+    in_interval, by_id = _split(call.masks)
     if len(by_id) > 1:
         return False
     # Where the kernel is called, arrays in a mask may be traced that are not here.

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jattn._blocks.reduction import Reduction
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import arange
 from jattn._mods.mask import MaskFunction
 from jattn._mods.tile_function import HEAD, KEY, PAIR, QUERY, TileFunction, make_tile_function, reason_against, spread
@@ -29,13 +29,16 @@ class PallasKernel(ReducingKernel):
     """Our own kernels for one kind of chip, in the module ``passes`` of its package."""
 
     takes: ClassVar[frozenset[str]] = frozenset(
-        {"bias", "mask array", "score_mod", "query positions", "key positions", "precision"}
-    )
+        {
+            "bias", "masks", "slot_masks", "query_seq_lengths", "key_value_seq_lengths", "score_mod", "query_positions",
+            "kv_positions", "precision",
+        }
+    )  # fmt: skip
 
-    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        dim = max(args.query.shape[3], args.value.shape[3])
+    def refusals(self, call: Call) -> Iterator[tuple[bool, str]]:
+        dim = max(call.query.shape[3], call.value.shape[3])
         yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
-        reason = reason_against(args.masks, args.score_mod)
+        reason = reason_against(call.masks, call.score_mod)
         yield reason is not None, reason or ""
 
     @property
@@ -43,16 +46,16 @@ class PallasKernel(ReducingKernel):
         """Imported when first used: Pallas takes as long to import as half of jattn."""
         return importlib.import_module(f"jattn.kernels.{self.name}.passes")
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
-        return self._kernel.forward(args, self)
+    def forward(self, platform: str, call: Call) -> Results:
+        return self._kernel.forward(call, self)
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        return self._kernel.backward(args, results, cotangents, self)
+        return self._kernel.backward(call, results, cotangents, self)
 
-    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
-        return self._kernel.reduce(args, reduction, self)
+    def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
+        return self._kernel.reduce(call, reduction, self)
 
 
 def rounded(x: Array, dtype: DTypeLike, simulated: bool) -> Array:
@@ -92,7 +95,7 @@ class _Mod:
 class Scores:
     """What the scores of a call are computed from, besides queries and keys."""
 
-    args: AttentionArgs
+    call: Call
     scale: Any  # arrays, here and below: what ``Operands`` returned, for those of pairs after what they run over
     bias: tuple[str, Any] | None
     masks: list[_Mod]
@@ -102,18 +105,18 @@ class Scores:
     all_seen: bool  # whether each query sees a key, and each key is seen
 
     @classmethod
-    def of(cls, args: AttentionArgs, operands: Operands, all_seen: bool, /, **fields: Any) -> Any:
+    def of(cls, call: Call, operands: Operands, all_seen: bool, /, **fields: Any) -> Any:
         """Adds what the scores need to ``operands``; ``fields``: those of a subclass."""
-        T = args.query.shape[1]
-        arrays = (QUERY, args.query_positions), (KEY, args.kv_positions)
+        T = call.query.shape[1]
+        arrays = (QUERY, call.query_positions), (KEY, call.kv_positions)
         positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in arrays if x is not None}
         return cls(
-            args=args,
-            scale=operands.scalars(jnp.asarray(args.score_scale, jnp.float32).reshape(1, 1)),
-            bias=None if args.bias is None else _add_pairs(operands, args.bias.astype(jnp.float32), T),
-            masks=[_add_mod(args, operands, mask, None) for mask in args.masks],
-            score_mod=None if args.score_mod is None else _add_mod(args, operands, args.score_mod, jnp.float32),
-            slot_masks=[_add_pairs(operands, jnp.asarray(x).astype(jnp.int32), T) for x in args.slot_masks],
+            call=call,
+            scale=operands.scalars(jnp.asarray(call.score_scale, jnp.float32).reshape(1, 1)),
+            bias=None if call.bias is None else _add_pairs(operands, call.bias.astype(jnp.float32), T),
+            masks=[_add_mod(call, operands, mask, None) for mask in call.masks],
+            score_mod=None if call.score_mod is None else _add_mod(call, operands, call.score_mod, jnp.float32),
+            slot_masks=[_add_pairs(operands, jnp.asarray(x).astype(jnp.int32), T) for x in call.slot_masks],
             positions=positions,
             all_seen=all_seen,
             **fields,
@@ -160,7 +163,7 @@ class Tile:
         if not self.masked:
             return None
         visible = None
-        lengths = self.source.args.query.shape[1], self.source.args.key.shape[1]
+        lengths = self.source.call.query.shape[1], self.source.call.key.shape[1]
         for slots, length, size in zip(self.slots(), lengths, self.block, strict=True):
             if length % size:
                 visible = self._and(visible, slots < length)
@@ -234,12 +237,10 @@ def _typed(array: Array, dtype: jnp.dtype) -> Array:
     return array != 0 if dtype == bool else array.astype(dtype)
 
 
-def _add_mod(
-    args: AttentionArgs, operands: Operands, mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None
-) -> _Mod:
-    (B, T, N, _), S = args.query.shape, args.key.shape[1]
-    batch, heads = args.first_batch + jnp.arange(B), args.first_head + jnp.arange(N)
-    sides = (args.query_positions, T), (args.kv_positions, S)
+def _add_mod(call: Call, operands: Operands, mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None) -> _Mod:
+    (B, T, N, _), S = call.query.shape, call.key.shape[1]
+    batch, heads = call.first_batch + jnp.arange(B), call.first_head + jnp.arange(N)
+    sides = (call.query_positions, T), (call.kv_positions, S)
     positions = [arange(length, np.int32)[None] if indices is None else indices for indices, length in sides]
     tile_function = make_tile_function(mod, score_dtype)
     arrays, added = tile_function.arrays(batch, heads, *positions), []

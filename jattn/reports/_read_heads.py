@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jattn._core.arguments import ScoreOptions
+from jattn._core.call import ScoreOptions
 from jattn.heads import collect
 
-OPTIONS = frozenset({"bias", "mask", *ScoreOptions.__annotations__})
+OPTIONS = frozenset({"bias", "mask", *ScoreOptions.__optional_keys__})
 SOWN = frozenset({"query", "key", "value", "lse", "z"})  # of a layer under sow_heads
 FORMS = (
     "what a model has sown, a list of layers, or {name: layer}; a layer is (query, key), (query, key, lse), a dict "

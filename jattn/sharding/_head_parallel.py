@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn._core import shard
-from jattn._core.arguments import AttentionArgs, AttentionOptions
+from jattn._core.call import AttentionOptions, Call
 from jattn._core.shard import MeshAxes, axes_by_kind
 from jattn.api import dot_product_attention
 from jattn.kernels import Reduction
@@ -17,7 +17,7 @@ from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.masks import MaskFunction
 
 Axes = str | Sequence[str] | None
-OnPart = Callable[..., PyTree]  # ``fn(args, *arrays)``, of a device's part of the call and of arrays
+OnPart = Callable[..., PyTree]  # ``fn(call, *arrays)``, of a device's part of the call and of arrays
 
 
 class OverMesh:
@@ -36,9 +36,9 @@ class OverMesh:
                 object.__setattr__(self, field, tuple(axes))
         self._named_axes()
 
-    def mesh_axes(self, args: AttentionArgs) -> MeshAxes:
+    def mesh_axes(self, call: Call) -> MeshAxes:
         """The axes over which a call is sharded: those of the fields, and of the query's type."""
-        return self._named_axes().with_types(args.query)
+        return self._named_axes().with_types(call.query)
 
     @property
     def divides_length(self) -> bool:
@@ -46,12 +46,12 @@ class OverMesh:
         return self._named_axes().parts("length") > 1
 
     def fold_parts(
-        self, fold: Callable[[AttentionArgs, Reduction], dict[str, Array]], args: AttentionArgs, reduction: Reduction
+        self, fold: Callable[[Call, Reduction], dict[str, Array]], call: Call, reduction: Reduction
     ) -> dict[str, Array]:
         """``fold(part, reduction)`` on every device, with its parts of both; the results are divided like the call."""
         leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
 
-        def on_device(part: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
+        def on_device(part: Call, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
             return fold(part, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
 
@@ -59,15 +59,15 @@ class OverMesh:
         extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
         letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
         out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
-        return self.per_device(on_device, args, out_axes, *extra)
+        return self.per_device(on_device, call, out_axes, *extra)
 
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
-        return fn(args, *(array for array, _ in extra))
+    def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``fn(call, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
+        return fn(call, *(array for array, _ in extra))
 
-    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device``."""
-        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
+        return shard.per_device(fn, call, self.mesh_axes(call), out_axes, *extra)
 
     def _named_axes(self) -> MeshAxes:
         return MeshAxes(self.mesh, **self._axes_by_kind())
@@ -88,23 +88,23 @@ class OnOwnPart(OverMesh):
 
     implementation: str | None
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         """The reason of the named implementation of each device, if any."""
-        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
+        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(call)
 
     def slots(self, length: int) -> None:
         """None: the slots of a sequence are in the tokens' own order."""
         return None
 
-    def explain_parts(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def explain_parts(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """What ``explain`` says of the call of one device."""
         texts = []
 
-        def of_device(part: AttentionArgs) -> Array:
+        def of_device(part: Call) -> Array:
             texts.append(explain(part, self.implementation))
             return part.query
 
-        jax.eval_shape(lambda: self.per_device(of_device, args, "btnh"))
+        jax.eval_shape(lambda: self.per_device(of_device, call, "btnh"))
         return texts
 
 
@@ -134,24 +134,24 @@ class HeadParallel(OnOwnPart):
     batch_axis: Axes = None
     implementation: str | None = None
 
-    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+    def run(self, call: Call) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; each device computes its own heads."""
-        return self.map_parts(lambda part: choose(part, self.implementation).run(part), args, ("btnd", "btn"))
+        return self.map_parts(lambda part: choose(part, self.implementation).run(part), call, ("btnd", "btn"))
 
-    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        mesh_axes, moved = self.mesh_axes(args), "moves nothing"
-        if args.key.shape[2] % mesh_axes.parts("heads"):
+        mesh_axes, moved = self.mesh_axes(call), "moves nothing"
+        if call.key.shape[2] % mesh_axes.parts("heads"):
             moved = "forward moves nothing, backward sums the gradients of a key head over the devices that use it"
-        return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(args, explain)]
+        return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(call, explain)]
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, for the part of one device."""
-        return Dispatch().fold(args, reduction)
+        return Dispatch().fold(call, reduction)
 
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``per_device``: each device computes and folds its own heads and sequences."""
-        return self.per_device(fn, args, out_axes, *extra)
+        return self.per_device(fn, call, out_axes, *extra)
 
 
 def head_parallel_attention(

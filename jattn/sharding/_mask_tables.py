@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import AXES, Call
 from jattn._core.chunk import Chunk, take
 from jattn._mods.arrays import AnyArray, Index, Length
 from jattn._mods.lookup import look_up_row
@@ -44,18 +44,18 @@ class SegmentsAtHand(Segments):
 Turn = Callable[[AnyArray, int], AnyArray]  # ``turn(x, axis)``: ``x`` in the order of a ring's layout
 
 
-def divide(args: AttentionArgs, turn: Turn) -> tuple[AttentionArgs, list[tuple[Array, str]]]:
+def divide(call: Call, turn: Turn) -> tuple[Call, list[tuple[Array, str]]]:
     """The call without the masks whose tables can be divided, and these tables with the letters of their axes.
 
     It is also without the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
     """
-    T, S = args.query.shape[1], args.key.shape[1]
-    args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
-    if args.query_positions is not None or args.kv_positions is not None:
-        return args, []
+    T, S = call.query.shape[1], call.key.shape[1]
+    call = dataclasses.replace(call, slot_masks=call.slot_masks[: call.has("slot_masks")])
+    if call.query_positions is not None or call.kv_positions is not None:
+        return call, []
     others: list[MaskFunction] = []
     arrays, tables = [], []
-    for mask in (part for joined in args.masks for part in conjuncts(joined)):
+    for mask in (part for joined in call.masks for part in conjuncts(joined)):
         if isinstance(mask, Segments) and type(mask) is Segments and _lengths(mask) == (T, S):
             ids = [jnp.atleast_2d(jnp.asarray(x)) for x in (mask.query_ids, mask._key_ids())]
             tables += [(turn(x, 1), letters) for x, letters in zip(ids, ("bt", "bs"), strict=True)]
@@ -63,7 +63,7 @@ def divide(args: AttentionArgs, turn: Turn) -> tuple[AttentionArgs, list[tuple[A
             arrays.append(turn(turn(mask._table(), 2), 3))
         else:
             others.append(mask)
-    return dataclasses.replace(args, masks=tuple(others), slot_masks=(*args.slot_masks, *arrays)), tables
+    return dataclasses.replace(call, masks=tuple(others), slot_masks=(*call.slot_masks, *arrays)), tables
 
 
 def _lengths(mask: Segments) -> tuple[Length, Length]:
@@ -75,27 +75,27 @@ def _covers(shape: tuple[Length, ...], T: Length, S: Length) -> bool:
     return shape[-2] in (1, T) and shape[-1] in (1, S)
 
 
-def with_tables(part: AttentionArgs, tables: Sequence[Array]) -> AttentionArgs:
+def with_tables(part: Call, tables: Sequence[Array]) -> Call:
     """A device's part of the call, with the masks of its parts of the tables."""
     pairs = zip(tables[::2], tables[1::2], strict=True)
     masks = (SegmentsAtHand(*ids, part.first_batch) for ids in pairs)
     return dataclasses.replace(part, masks=(*part.masks, *masks))
 
 
-def rotating(args: AttentionArgs) -> dict[str, Any]:
+def rotating(call: Call) -> dict[str, Any]:
     """What of a device's part rotates: fields of the call, and the keys' ids."""
-    fields = {name: getattr(args, name) for name in ("key", "value", "kv_positions")}
-    ids = [mask.kv_ids for mask in args.masks if isinstance(mask, SegmentsAtHand)]
+    fields = {name: getattr(call, name) for name, axes in AXES.items() if "s" in axes}
+    ids = [mask.kv_ids for mask in call.masks if isinstance(mask, SegmentsAtHand)]
     return {name: x for name, x in fields.items() if x is not None} | {"kv_ids": ids}
 
 
-def with_keys(args: AttentionArgs, keys: dict[str, Any]) -> AttentionArgs:
+def with_keys(call: Call, keys: dict[str, Any]) -> Call:
     """A device's part with what of another's has rotated to it, as ``rotating`` returned it."""
     ids, fields = iter(keys["kv_ids"]), {name: x for name, x in keys.items() if name != "kv_ids"}
     masks = (
-        dataclasses.replace(mask, kv_ids=next(ids)) if isinstance(mask, SegmentsAtHand) else mask for mask in args.masks
+        dataclasses.replace(mask, kv_ids=next(ids)) if isinstance(mask, SegmentsAtHand) else mask for mask in call.masks
     )
-    return dataclasses.replace(args, masks=tuple(masks), **fields)
+    return dataclasses.replace(call, masks=tuple(masks), **fields)
 
 
 def of_chunks(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jattn._blocks.block_lists import SMALL, tile
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._core.chunk import Chunk
 from jattn._mods.arrays import Index
 from jattn._mods.pytree import pytree_dataclass, static_field
@@ -50,21 +50,22 @@ class Ahead(Mask):
         return interval(self.mask, b, h, q_idx + self.by)
 
 
-def seen_by_distance(args: AttentionArgs, chunks: int) -> tuple[int, ...] | None:
+def seen_by_distance(call: Call, chunks: int) -> tuple[int, ...] | None:
     """What the queries of a chunk see of the keys of another, for each difference of their numbers from -chunks + 1 on.
 
     ``NOTHING``, ``EVERYTHING`` or ``SOMETHING``. None if the scores depend on more than that difference, or if it is
     not known while tracing.
     """
-    T, S = args.query.shape[1], args.key.shape[1]
-    others = (args.bias, args.query_positions, args.kv_positions, args.query_lengths, args.kv_lengths, args.dropout)
-    simple = T == S and not args.slot_masks and all(x is None for x in others)
-    if not (simple and isinstance(args.score_mod, SoftCap | None) and all(map(_is_of_distance, args.masks))):
+    T, S = call.query.shape[1], call.key.shape[1]
+    others = call.bias, call.query_positions, call.kv_positions, call.dropout
+    others += call.query_seq_lengths, call.key_value_seq_lengths
+    simple = T == S and not call.slot_masks and all(x is None for x in others)
+    if not (simple and isinstance(call.score_mod, SoftCap | None) and all(map(_is_of_distance, call.masks))):
         return None
     last, kinds = np.int32(T // chunks - 1), []
     for distance in range(-chunks + 1, chunks):
         first = np.int32(distance * (last + 1))
-        either = [bounds(mask, np.int32(0), np.int32(0), first, first + last, np.int32(0), last) for mask in args.masks]
+        either = [bounds(mask, np.int32(0), np.int32(0), first, first + last, np.int32(0), last) for mask in call.masks]
         seen = [all(one) for one in zip((True, True), *either, strict=True)]
         kinds.append(EVERYTHING if seen[1] else SOMETHING if seen[0] else NOTHING)
     return tuple(kinds)
@@ -80,27 +81,27 @@ def _is_of_distance(mask: MaskFunction) -> bool:
 
 
 # From a device's queries and the keys at hand, the call of two of their chunks.
-CallOf = Callable[[AttentionArgs], AttentionArgs]
+CallOf = Callable[[Call], Call]
 # ``carry = visit(carry, kernel, call_of, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
 VisitPair = Callable[[PyTree, Kernel, CallOf, Index, Index], PyTree]
 
 
-def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visit: VisitPair, carry: PyTree) -> PyTree:
+def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitPair, carry: PyTree) -> PyTree:
     """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th chunk of queries and the j-th of the keys at hand.
 
-    ``args``: the device's queries, and the keys at hand. ``call_of(args)`` is the call for the two chunks, which
+    ``call``: the device's queries, and the keys at hand. ``call_of(call)`` is the call for the two chunks, which
     ``kernel`` runs. Pairs of chunks of which nothing is seen may be left out.
     """
     device = jax.lax.axis_index(ring.axis)
     source = (device - hop.step) % ring.devices
-    if not _runs_by_distance(ring, platform, args):
+    if not _runs_by_distance(ring, platform, call):
 
         def any_pair(carry: PyTree, i: Index, j: Index) -> PyTree:
-            call_of = lambda args: ring.part(args, source, i, j)
-            return visit(carry, kernel_of(ring, platform, call_of(args)), call_of, i, j)
+            call_of = lambda call: ring.part(call, source, i, j)
+            return visit(carry, kernel_of(ring, platform, call_of(call)), call_of, i, j)
 
         return ring.over_pairs(any_pair, carry)
-    masks_of, numbers = _masks_by_distance(ring, args, hop)
+    masks_of, numbers = _masks_by_distance(ring, call, hop)
 
     def known_pair(carry: PyTree, i: Index, j: Index) -> PyTree:
         distance = ring.number(device, i) - ring.number(source, j)
@@ -109,15 +110,15 @@ def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visi
         def of(masks: Sequence[MaskFunction] | None) -> PyTree:
             if masks is None:
                 return carry
-            call_of = lambda args: _call(ring, args, masks, i, j)
-            return visit(carry, kernel_of(ring, platform, call_of(args)), call_of, i, j)
+            call_of = lambda call: _call(ring, call, masks, i, j)
+            return visit(carry, kernel_of(ring, platform, call_of(call)), call_of, i, j)
 
         return jax.lax.switch(number, [functools.partial(of, masks) for masks in masks_of])
 
     return ring.over_pairs(known_pair, carry)
 
 
-def kernel_of(ring: RingPlan, platform: str, call: AttentionArgs) -> Kernel:
+def kernel_of(ring: RingPlan, platform: str, call: Call) -> Kernel:
     """What computes a pair of chunks: the kernel that the ring was given, or the platform's own, or blockwise.
 
     Raises:
@@ -133,28 +134,28 @@ def kernel_of(ring: RingPlan, platform: str, call: AttentionArgs) -> Kernel:
     return kernel.prepare(call)
 
 
-def _runs_by_distance(ring: RingPlan, platform: str, args: AttentionArgs) -> bool:
+def _runs_by_distance(ring: RingPlan, platform: str, call: Call) -> bool:
     """Whether the kernel takes no positions, and can do without."""
     if ring.distances is None:
         return False
-    kernel = ring.kernel or Dispatch().kernel(platform, _call(ring, args, (), 0, 0))
-    return "query positions" not in kernel.takes
+    kernel = ring.kernel or Dispatch().kernel(platform, _call(ring, call, (), 0, 0))
+    return "query_positions" not in kernel.takes
 
 
-def _call(ring: RingPlan, args: AttentionArgs, masks: Sequence[MaskFunction], i: Index, j: Index) -> AttentionArgs:
+def _call(ring: RingPlan, call: Call, masks: Sequence[MaskFunction], i: Index, j: Index) -> Call:
     """The call for two chunks at hand, whose slots are the positions that ``masks`` see."""
-    t, s = args.query.shape[1] // ring.chunks, args.key.shape[1] // ring.chunks
-    call = dataclasses.replace(args, masks=tuple(masks)).take(rows=Chunk(i * t, t), columns=Chunk(j * s, s))
+    t, s = call.query.shape[1] // ring.chunks, call.key.shape[1] // ring.chunks
+    call = dataclasses.replace(call, masks=tuple(masks)).take(rows=Chunk(i * t, t), columns=Chunk(j * s, s))
     return dataclasses.replace(call, query_positions=None, kv_positions=None)
 
 
-def _masks_by_distance(ring: RingPlan, args: AttentionArgs, hop: Hop) -> tuple[list[Any], np.ndarray]:
+def _masks_by_distance(ring: RingPlan, call: Call, hop: Hop) -> tuple[list[Any], np.ndarray]:
     """The masks of each different call, None for none, and the number of the call for each difference of chunks.
 
     Of those differences that there are in this hop.
     """
     assert ring.distances is not None
-    t, devices = args.query.shape[1] // ring.chunks, np.arange(ring.devices)
+    t, devices = call.query.shape[1] // ring.chunks, np.arange(ring.devices)
     chunk = np.arange(ring.chunks)
     of_queries = ring.number(devices[:, None], chunk)  # [devices, chunks]
     there = [of_queries[:, :, None] - of_queries[(devices - step) % ring.devices][:, None] for step in hop.possible]
@@ -168,6 +169,6 @@ def _masks_by_distance(ring: RingPlan, args: AttentionArgs, hop: Hop) -> tuple[l
     masks = {
         NOTHING: lambda distance: None,
         EVERYTHING: lambda distance: (),
-        SOMETHING: lambda distance: [Ahead(mask, distance * t) if distance else mask for mask in args.masks],
+        SOMETHING: lambda distance: [Ahead(mask, distance * t) if distance else mask for mask in call.masks],
     }
     return [masks[seen](distance) for seen, distance in kinds], numbers

@@ -14,8 +14,7 @@ from jattn._blocks.block_lists import tile
 from jattn._blocks.block_mask import Visibility
 from jattn._blocks.plan import block_table
 from jattn._core import shard
-from jattn._core.arguments import AttentionArgs, AttentionOptions
-from jattn._core.attention import softmax_dtype
+from jattn._core.call import AttentionOptions, Call, softmax_dtype
 from jattn._mods.arrays import AnyArray
 from jattn.api import dot_product_attention
 from jattn.kernels import Kernel, Reduction
@@ -79,32 +78,32 @@ class Ring(OverMesh):
             raise TypeError(f"implementation must be a name, a jattn.kernels.Kernel or None, got {kernel!r}")
         return kernel
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         """None: it supports every call; ``run`` raises if a size does not divide evenly."""
         return None
 
-    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+    def run(self, call: Call) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
-        args = self._without_default_positions(args)
-        plan = self.plan(args)
-        return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
+        call = self._without_default_positions(call)
+        plan = self.plan(call)
+        return self.per_device(lambda part: ring_attend(plan, part), call, ("btnd", "btn"))
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are divided like it."""
-        args = self._without_default_positions(args)
-        plan = dataclasses.replace(self.plan(args), gradient_dtype=None)
+        call = self._without_default_positions(call)
+        plan = dataclasses.replace(self.plan(call), gradient_dtype=None)
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
-        return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), args, reduction)
+        return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), call, reduction)
 
-    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        args = self._without_default_positions(args)
-        mesh_axes, plan = self.mesh_axes(args), self.plan(args)
-        (B, S, K, H), D, heads = args.key.shape, args.value.shape[3], mesh_axes.parts("heads")
+        call = self._without_default_positions(call)
+        mesh_axes, plan = self.mesh_axes(call), self.plan(call)
+        (B, S, K, H), D, heads = call.key.shape, call.value.shape[3], mesh_axes.parts("heads")
         keys = B // mesh_axes.parts("batch") * (S // mesh_axes.parts("length"))  # of one head on a device
         numbers = keys * (H + D) * (K // heads if K % heads == 0 else 1)
-        of_gradients = softmax_dtype(args.key) if self.gradient_dtype is None else self.gradient_dtype
-        sizes = [np.dtype(dtype).itemsize for dtype in (args.key.dtype, of_gradients)]
+        of_gradients = softmax_dtype(call.key) if self.gradient_dtype is None else self.gradient_dtype
+        sizes = [np.dtype(dtype).itemsize for dtype in (call.key.dtype, of_gradients)]
         keys_sent, gradients_sent = (in_units(numbers * size) for size in sizes)
         hops = len(plan.steps) - 1
         each = "1 hop" if hops == 1 else f"each of {hops} hops"
@@ -121,49 +120,49 @@ class Ring(OverMesh):
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
-    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device`` with a sharded sequence and tables, without the lengths' slot masks."""
-        args, tables = divide(args, self._turn)
+        call, tables = divide(call, self._turn)
 
-        def on_part(part: AttentionArgs, *arrays: Array) -> PyTree:
+        def on_part(part: Call, *arrays: Array) -> PyTree:
             return fn(with_tables(part, arrays[len(extra) :]), *arrays[: len(extra)])
 
-        mesh_axes, multiple = self.mesh_axes(args), LAYOUTS[self.layout]
-        return shard.per_device(on_part, args, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
+        mesh_axes, multiple = self.mesh_axes(call), LAYOUTS[self.layout]
+        return shard.per_device(on_part, call, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
 
-    def _without_default_positions(self, args: AttentionArgs) -> AttentionArgs:
+    def _without_default_positions(self, call: Call) -> Call:
         """The call without positions that are known and are those of the layout, as the layer functions give them."""
-        fields = {"query_positions": (args.query_positions, args.query), "kv_positions": (args.kv_positions, args.key)}
+        fields = {"query_positions": (call.query_positions, call.query), "kv_positions": (call.kv_positions, call.key)}
         default = {
             name: None
             for name, (positions, x) in fields.items()
             if isinstance(positions, np.ndarray) and (positions == self._turn(np.arange(x.shape[1]), 0)).all()
         }
-        return dataclasses.replace(args, **default)
+        return dataclasses.replace(call, **default)
 
     def _turn(self, x: AnyArray, axis: int) -> AnyArray:
         """``x`` with the tokens along ``axis`` in the order of the layout."""
         order = self.slots(x.shape[axis]) if x.shape[axis] > 1 else None
         return x if order is None else x[(slice(None),) * axis + (order,)]
 
-    def plan(self, args: AttentionArgs) -> RingPlan:
+    def plan(self, call: Call) -> RingPlan:
         """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
-        mesh_axes, chunks = self.mesh_axes(args), LAYOUTS[self.layout]
-        mesh_axes.check(args, chunks)
-        P, T, S = mesh_axes.parts("length"), args.query.shape[1], args.key.shape[1]
-        steps, slot_masks = range(P), args.slot_masks[: args.has_mask_array]
-        visibility = (args.masks, args.query_positions, args.kv_positions, slot_masks)
+        mesh_axes, chunks = self.mesh_axes(call), LAYOUTS[self.layout]
+        mesh_axes.check(call, chunks)
+        P, T, S = mesh_axes.parts("length"), call.query.shape[1], call.key.shape[1]
+        steps, slot_masks = range(P), call.slot_masks[: call.has("slot_masks")]
+        visibility = (call.masks, call.query_positions, call.kv_positions, slot_masks)
         if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(visibility)):
             positions = {
-                name: _order(length, P, self.layout)[None] if getattr(args, name) is None else getattr(args, name)
+                name: _order(length, P, self.layout)[None] if getattr(call, name) is None else getattr(call, name)
                 for name, length in (("query_positions", T), ("kv_positions", S))
             }
-            whole = dataclasses.replace(args, slot_masks=slot_masks, **positions)
+            whole = dataclasses.replace(call, slot_masks=slot_masks, **positions)
             any_visible, _ = block_table(whole, (T // (P * chunks), S // (P * chunks)))
             if isinstance(any_visible, np.ndarray):
                 needed, devices = any_visible.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
                 steps = [step for step in steps if step == 0 or needed[devices, (devices - step) % P].any()]
-        distances = seen_by_distance(dataclasses.replace(args, slot_masks=slot_masks), P * chunks) if T and S else None
+        distances = seen_by_distance(dataclasses.replace(call, slot_masks=slot_masks), P * chunks) if T and S else None
         kernel = self._kernel()
         return RingPlan(self.axis_name, P, self.layout, tuple(steps), kernel, self.gradient_dtype, distances)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import Index
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
@@ -14,12 +14,12 @@ from jattn.sharding._mask_tables import rotating, with_keys
 from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, take_chunk
 
 
-def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+def ring_fold(ring: RingPlan, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
     """``ReducesWeights.fold`` for the device's own queries and the keys of all devices.
 
     Offsets are those of tokens, and every device gets the sums over all devices. ``platform``: of the devices.
     """
-    (B, T, N, _), S, dtype = args.query.shape, args.key.shape[1], reduction.lse.dtype
+    (B, T, N, _), S, dtype = call.query.shape, call.key.shape[1], reduction.lse.dtype
     t, s, all_queries = T // ring.chunks, S // ring.chunks, ring.devices * T
     result_kinds = reduction.result_kinds
     sizes = {"row_sum": T, "row_max": T, "column_sum": S, "diagonal_sum": max(all_queries + ring.devices * S - 1, 0)}
@@ -34,13 +34,13 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
             if (kind == "column_sum") == by_key
         }
 
-    def fold_group(results: dict[str, Array], args: AttentionArgs, h: Index) -> dict[str, Array]:
-        G = args.query.shape[2]
+    def fold_group(results: dict[str, Array], call: Call, h: Index) -> dict[str, Array]:
+        G = call.query.shape[2]
         group_lse = take_chunk(reduction.lse, h, G, 2)
 
         def visit(state: dict[str, Array], keys: tuple, hop: Hop) -> tuple[dict[str, Array], dict[str, Array]]:
             travelling, columns = keys
-            at_hand, source = with_keys(args, travelling), (device - hop.step) % ring.devices
+            at_hand, source = with_keys(call, travelling), (device - hop.step) % ring.devices
 
             def fold_pair(carry: dict[str, Array], i: Index, j: Index) -> dict[str, Array]:
                 of_pair = dataclasses.replace(
@@ -59,12 +59,12 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
             both = ring.over_pairs(fold_pair, state | of_keys)
             return {name: both[name] for name in state}, {name: both[name] for name in of_keys}
 
-        keys = rotating(args), reduction.columns
+        keys = rotating(call), reduction.columns
         state, key_sums = ring.rotate(visit, initial(G, False), keys, sums=True)
         return {name: add_chunk(x, (state | key_sums)[name], h) for name, x in results.items()}
 
     zeros = jax.tree.map(jnp.zeros_like, initial(N, False) | initial(N, True))
-    results = each_kv_head(platform, fold_group, zeros, args)
+    results = each_kv_head(platform, fold_group, zeros, call)
     by_offset = [name for name, kind in result_kinds.items() if kind == "diagonal_sum"]
     return results | {name: jax.lax.psum(results[name], ring.axis) for name in by_offset}
 

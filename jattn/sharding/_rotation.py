@@ -18,8 +18,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jattn._core.arguments import AttentionArgs
-from jattn._core.chunk import Chunk, take, take_pairs
+from jattn._core.arguments import masks_of_lengths
+from jattn._core.call import Call
+from jattn._core.chunk import Chunk, take
 from jattn._mods.arrays import AnyArray, Index
 from jattn.kernels import Kernel
 from jattn.sharding._mask_tables import of_chunks
@@ -41,8 +42,8 @@ class Hop(NamedTuple):
 Visit = Callable[[PyTree, PyTree, Hop], tuple[Any, Any]]
 # ``carry = visit(carry, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
 VisitChunks = Callable[[PyTree, Index, Index], PyTree]
-# ``carry = of_kv_head(carry, args, h)``: the work with the call of the h-th key/value head.
-OfKvHead = Callable[[PyTree, AttentionArgs, Index], PyTree]
+# ``carry = of_kv_head(carry, call, h)``: the work with the call of the h-th key/value head.
+OfKvHead = Callable[[PyTree, Call, Index], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,27 +123,22 @@ class RingPlan:
         """The tokens ``[size]`` of the sequence in a chunk of a device."""
         return jnp.asarray(self.number(device, chunk) * size) + jnp.arange(size)
 
-    def part(self, args: AttentionArgs, source: Index, i: Index, j: Index) -> AttentionArgs:
+    def part(self, call: Call, source: Index, i: Index, j: Index) -> Call:
         """The call for the i-th chunk of the device's queries and the j-th of the keys of ``source``."""
-        t, s = args.query.shape[1] // self.chunks, args.key.shape[1] // self.chunks
+        t, s = call.query.shape[1] // self.chunks, call.key.shape[1] // self.chunks
         device = jax.lax.axis_index(self.axis)
         q_tokens, kv_tokens = self.tokens(device, i, t), self.tokens(source, j, s)
         rows = Chunk(i * t, t)
         of_all = Chunk((source * self.chunks + j) * s, s)  # bias and mask arrays have the columns of all devices
-        bias, *slot_masks = (take_pairs(x, rows=rows, columns=of_all) for x in (args.bias, *args.slot_masks))
-        if args.query_lengths is not None:
-            slot_masks.append((q_tokens[None, :] < args.query_lengths[:, None])[:, None, :, None])
-        if args.kv_lengths is not None:
-            slot_masks.append((kv_tokens[None, :] < args.kv_lengths[:, None])[:, None, None, :])
         columns = Chunk(j * s, s)
-        part = dataclasses.replace(args, bias=None, slot_masks=()).take(rows=rows, columns=columns)
+        part = call.take(rows=rows, columns=columns, pair_columns=of_all)
+        of_lengths = masks_of_lengths(call.query_seq_lengths, call.key_value_seq_lengths, q_tokens, kv_tokens)
         return dataclasses.replace(
             part,
-            masks=of_chunks(args.masks, rows, columns, self.number(device, i) * t, self.number(source, j) * s),
-            bias=bias,
-            slot_masks=tuple(slot_masks),
-            query_positions=q_tokens[None] if args.query_positions is None else part.query_positions,
-            kv_positions=kv_tokens[None] if args.kv_positions is None else part.kv_positions,
+            masks=of_chunks(call.masks, rows, columns, self.number(device, i) * t, self.number(source, j) * s),
+            slot_masks=(*part.slot_masks, *of_lengths),
+            query_positions=q_tokens[None] if call.query_positions is None else part.query_positions,
+            kv_positions=kv_tokens[None] if call.kv_positions is None else part.kv_positions,
         )
 
     def send(self, tree: PyTree, shift: int) -> PyTree:
@@ -159,15 +155,15 @@ class RingPlan:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), sent, tree)
 
 
-def each_kv_head(platform: str, of_kv_head: OfKvHead, carry: PyTree, args: AttentionArgs) -> PyTree:
-    """``carry = of_kv_head(carry, args, h)`` with the call of each key/value head, or once with that of all heads.
+def each_kv_head(platform: str, of_kv_head: OfKvHead, carry: PyTree, call: Call) -> PyTree:
+    """``carry = of_kv_head(carry, call, h)`` with the call of each key/value head, or once with that of all heads.
 
     One by one, as with many queries on each device, all that the rotation holds is that of a single head.
     """
-    T, K = args.query.shape[1], args.key.shape[2]
+    T, K = call.query.shape[1], call.key.shape[2]
     if K == 1 or (platform != "cpu" and T < MANY):
-        return of_kv_head(carry, args, 0)
-    body = lambda carry, h: (of_kv_head(carry, args.take(heads=Chunk(h, 1)), h), None)
+        return of_kv_head(carry, call, 0)
+    body = lambda carry, h: (of_kv_head(carry, call.take(heads=Chunk(h, 1)), h), None)
     return jax.lax.scan(body, carry, jnp.arange(K))[0]
 
 

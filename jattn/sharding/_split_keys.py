@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from jattn._core import shard
-from jattn._core.arguments import AttentionArgs, masks_of_lengths
-from jattn._core.attention import softmax_dtype
+from jattn._core.arguments import masks_of_lengths
+from jattn._core.call import Call, softmax_dtype
 from jattn._core.merge import merge_devices
 from jattn._core.shares import axes_of
 from jattn.kernels import Reduction
@@ -57,33 +58,33 @@ class SplitKeys(OnOwnPart):
     head_axis: Axes = None
     implementation: str | None = None
 
-    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+    def run(self, call: Call) -> tuple[Array, Array]:
         """``out [B,T,N,D]`` and ``lse [B,T,N]``, whole on every device along ``axis_name``; S is sharded."""
-        axes = self.mesh_axes(args).keys
+        axes = self.mesh_axes(call).keys
         # Each device's gradient of the query is rounded only when all are summed.
-        args = dataclasses.replace(args, query=args.query.astype(softmax_dtype(args.query)))
+        call = dataclasses.replace(call, query=call.query.astype(softmax_dtype(call.query)))
 
-        def attend(part: AttentionArgs) -> tuple[Array, Array]:
+        def attend(part: Call) -> tuple[Array, Array]:
             return merge_devices(*choose(part, self.implementation).run(part), axes)
 
-        return self.per_device(attend, args, ("btnd", "btn"))
+        return self.per_device(attend, call, ("btnd", "btn"))
 
-    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        mesh_axes, (B, T, N, _), D = self.mesh_axes(args), args.query.shape, args.value.shape[3]
+        mesh_axes, (B, T, N, _), D = self.mesh_axes(call), call.query.shape, call.value.shape[3]
         share = mesh_axes.parts("batch") * mesh_axes.parts("heads")
-        rows = B * T * N // share * jnp.dtype(softmax_dtype(args.query)).itemsize
+        rows = B * T * N // share * jnp.dtype(softmax_dtype(call.query)).itemsize
         moved = (
             f"all-reduces of {in_units(rows)}, the largest log-sum-exps, and {in_units(rows * (D + 1))}, the outputs"
         )
         moved = f"forward, {moved}" if mesh_axes.parts("keys") > 1 else "moves nothing"
-        return [f"SplitKeys: {mesh_axes}", moved, *self.explain_parts(args, explain)]
+        return [f"SplitKeys: {mesh_axes}", moved, *self.explain_parts(call, explain)]
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``: each device reduces the weights of its own keys."""
-        axes, (T, S) = self.mesh_axes(args).keys, (args.query.shape[1], args.key.shape[1])
+        axes, (T, S) = self.mesh_axes(call).keys, (call.query.shape[1], call.key.shape[1])
 
-        def fold_on_device(part: AttentionArgs, of_part: Reduction) -> dict[str, Array]:
+        def fold_on_device(part: Call, of_part: Reduction) -> dict[str, Array]:
             sums = Dispatch().fold(part, of_part)
             first = jax.lax.axis_index(axes) * part.key.shape[1]
 
@@ -99,28 +100,28 @@ class SplitKeys(OnOwnPart):
 
             return {name: over_devices(reduction.result_kinds[name], x) for name, x in sums.items()}
 
-        return self.fold_parts(fold_on_device, args, reduction)
+        return self.fold_parts(fold_on_device, call, reduction)
 
-    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device`` with sharded keys: lengths and positions are of each device's slots."""
-        mesh_axes = self.mesh_axes(args)
+        mesh_axes = self.mesh_axes(call)
         # What is seen by position, so that slots must have theirs.
-        by_position = bool(args.masks) or args.score_mod is not None or args.dropout is not None
+        by_position = bool(call.masks) or call.score_mod is not None or call.dropout is not None
 
-        def on_part(part: AttentionArgs, *arrays: Array) -> PyTree:
-            T, s = part.query.shape[1], part.key.shape[1]
+        def on_part(part: Call, *arrays: Array) -> PyTree:
+            s, slots = part.key.shape[1], (np.arange(length, dtype=np.int32) for length in part.lengths)
             first = jax.lax.axis_index(mesh_axes.keys) * s
-            lengths, positions = part.kv_lengths, part.kv_positions
+            lengths, positions = part.key_value_seq_lengths, part.kv_positions
             if lengths is not None:
                 lengths = jnp.clip(lengths - first, 0, s)
             if positions is None and by_position:
                 positions = (first + jnp.arange(s, dtype=jnp.int32))[None]
-            slot_masks = (*part.slot_masks, *masks_of_lengths(part.query_lengths, lengths, T, s))
-            fields = {"kv_lengths": lengths, "kv_positions": positions, "slot_masks": slot_masks}
+            slot_masks = (*part.slot_masks, *masks_of_lengths(part.query_seq_lengths, lengths, *slots))
+            fields = {"key_value_seq_lengths": lengths, "kv_positions": positions, "slot_masks": slot_masks}
             return fn(dataclasses.replace(part, **fields), *arrays)
 
-        args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
-        return shard.per_device(on_part, args, mesh_axes, out_axes, *extra)
+        call = dataclasses.replace(call, slot_masks=call.slot_masks[: call.has("slot_masks")])
+        return shard.per_device(on_part, call, mesh_axes, out_axes, *extra)
 
 
 def for_cache(sharding: NamedSharding, implementation: str | None) -> SplitKeys:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn._core import shard
-from jattn._core.arguments import AttentionArgs, AttentionOptions
+from jattn._core.call import AttentionOptions, Call
 from jattn._core.shard import MeshAxes
 from jattn.api import dot_product_attention
 from jattn.kernels import Reduction
@@ -71,44 +71,44 @@ class Ulysses(OverMesh):
                 f"layout={self.layout!r} is that of a ring, and there is none; pass ring_axis=, or omit it"
             )
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         """The reason of the named implementation of each device, if any."""
-        return self._inner(self.mesh_axes(args)).unsupported_reason(args)
+        return self._inner(self.mesh_axes(call)).unsupported_reason(call)
 
-    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+    def run(self, call: Call) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
-        mesh_axes = self.mesh_axes(args)
-        out, lse = self._inner(mesh_axes).run(self._by_heads(mesh_axes, args))
+        mesh_axes = self.mesh_axes(call)
+        out, lse = self._inner(mesh_axes).run(self._by_heads(mesh_axes, call))
         return self._to_length(mesh_axes, out, "btnd"), self._to_length(mesh_axes, lse, "btn")
 
     def slots(self, length: int) -> np.ndarray | None:
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.ring_axis is None else Ring(self.mesh, self.ring_axis, layout=self.layout).slots(length)
 
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)`` as in ``HeadParallel`` or ``Ring``, which ``fold`` is that of, after the exchange."""
-        mesh_axes = self.mesh_axes(args)
+    def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``fn(call, *arrays)`` as in ``HeadParallel`` or ``Ring``, which ``fold`` is that of, after the exchange."""
+        mesh_axes = self.mesh_axes(call)
         extra = tuple((self._to_heads(mesh_axes, x, axes) if "n" in axes else x, axes) for x, axes in extra)
-        return self._inner(mesh_axes).map_parts(fn, self._by_heads(mesh_axes, args), out_axes, *extra)
+        return self._inner(mesh_axes).map_parts(fn, self._by_heads(mesh_axes, call), out_axes, *extra)
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, for the calls that ``map_parts`` makes."""
-        return self._inner(self.mesh_axes(args)).fold(args, reduction)
+        return self._inner(self.mesh_axes(call)).fold(call, reduction)
 
-    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+    def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        mesh_axes, inner = self.mesh_axes(args), []
+        mesh_axes, inner = self.mesh_axes(call), []
 
         def exchanged() -> Array:
-            by_heads = self._by_heads(mesh_axes, args)
+            by_heads = self._by_heads(mesh_axes, call)
             inner.append(by_heads.key.shape[2])
             inner.extend(self._inner(mesh_axes).describe(by_heads, explain))
             return by_heads.query
 
         jax.eval_shape(exchanged)
-        (B, T, N, H), (_, S, K, D), sent_heads = args.query.shape, args.value.shape, inner.pop(0)
+        (B, T, N, H), (_, S, K, D), sent_heads = call.query.shape, call.value.shape, inner.pop(0)
         devices = math.prod(mesh_axes.parts(kind) for kind in ("batch", "length", "heads"))
-        others = args.query.dtype.itemsize / devices * (1 - 1 / self._devices)  # of a device, all but its own share
+        others = call.query.dtype.itemsize / devices * (1 - 1 / self._devices)  # of a device, all but its own share
         queries, keys, out = (in_units(B * n * others) for n in (T * N * H, S * sent_heads * (H + D), T * N * D))
         times = "" if sent_heads == K else f" (each key head {sent_heads // K} times)"
         return [
@@ -143,17 +143,17 @@ class Ulysses(OverMesh):
             return HeadParallel(self.mesh, heads, mesh_axes.batch, self.implementation)
         return Ring(self.mesh, self.ring_axis, mesh_axes.batch, heads, self.layout)
 
-    def _by_heads(self, mesh_axes: MeshAxes, args: AttentionArgs) -> AttentionArgs:
+    def _by_heads(self, mesh_axes: MeshAxes, call: Call) -> Call:
         """The call with its heads over the devices that its sequence was over.
 
         Raises:
             ValueError: a size cannot be divided.
         """
-        mesh_axes.check(args)
-        self._while_by_heads(mesh_axes).check_size("heads", "query heads (N)", args.query.shape[2])
-        query, key = self._to_heads(mesh_axes, args.query, "btnh"), self._to_heads(mesh_axes, args.key, "bskh")
-        value = None if args.value is None else self._to_heads(mesh_axes, args.value, "bskd")
-        return dataclasses.replace(args, query=query, key=key, value=value)
+        mesh_axes.check(call)
+        self._while_by_heads(mesh_axes).check_size("heads", "query heads (N)", call.query.shape[2])
+        query, key = self._to_heads(mesh_axes, call.query, "btnh"), self._to_heads(mesh_axes, call.key, "bskh")
+        value = None if call.value is None else self._to_heads(mesh_axes, call.value, "bskd")
+        return dataclasses.replace(call, query=query, key=key, value=value)
 
     def _to_heads(self, mesh_axes: MeshAxes, x: Array, axes: str) -> Array:
         """``x``, whose axes have these letters, with its heads over the devices that its sequence was over.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn.api import dot_product_attention
 from jattn.kernels import Implementation, Unsupported
 from jattn.kernels.dispatch import by_name, check_implementation
@@ -97,12 +97,12 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
         return Outcome("refused", f"it takes no {jnp.dtype(case.dtype)}")
     if case.offset and getattr(kernel, "reads_rounded_output", False):
         return Outcome("refused", "its backward pass takes a row's sum of d_out * out from the rounded output")
-    call = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, _Asked(kernel), x), x, gradients))
+    compute = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, _Asked(kernel), x), x, gradients))
     with jax.default_matmul_precision("highest" if case.dtype == jnp.float32 else "default"):
         try:
             if not case.poisoned:
-                return compare(case, jax.device_get(call(inputs(case))), reference(case))
-            clean, *others = (jax.device_get(call(poisoned(case, x))) for x in (0.0, np.nan, np.inf))
+                return compare(case, jax.device_get(compute(inputs(case))), reference(case))
+            clean, *others = (jax.device_get(compute(poisoned(case, x))) for x in (0.0, np.nan, np.inf))
         except Unsupported as refusal:
             return Outcome("refused", str(refusal))
     same = all(same_bits(clean, x) for x in others)
@@ -115,14 +115,14 @@ class _Asked:
 
     implementation: Implementation
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        return self.implementation.unsupported_reason(args)
+    def unsupported_reason(self, call: Call) -> str | None:
+        return self.implementation.unsupported_reason(call)
 
-    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        reason = self.unsupported_reason(args)
+    def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        reason = self.unsupported_reason(call)
         if reason is not None:
             raise Unsupported(reason)
-        return self.implementation.run(args)
+        return self.implementation.run(call)
 
 
 def run(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn._core.arguments import AttentionOptions, ScoreOptions, make_args
+from jattn._core.arguments import make_call
+from jattn._core.call import AttentionOptions, ScoreOptions
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.dense import Dense
 from jattn.multi_head import LayerOptions, attend_heads
@@ -183,11 +184,23 @@ ERRORS = {
     "mask of kv heads": ((q, k, v), {"mask": np.ones((B, K, T, S), bool)}, r"\[B, N, T, S\] = \[2, 6, 7, 11\]"),
     "mask of floats": ((q, k, v), {"mask": np.ones((T, S), np.float32)}, "mask must be bool .*float32.*bias="),
     "bias of bools": ((q, k, v), {"bias": np.ones((T, S), bool)}, "bias must be floating"),
-    "bias of another shape": ((q, k, v), {"bias": np.ones((T, T), np.float32)}, "bias must broadcast"),
+    "bias of another shape": (
+        (q, k, v),
+        {"bias": np.ones((T, T), np.float32)},
+        r"bias must be floating \[\], \[S\], .* or \[B, N, T, S\] =",
+    ),
     "lengths of another shape": ((q, k, v), {"key_value_seq_lengths": np.ones(3, int)}, r"\[B\] = \[2\]"),
     "lengths of floats": ((q, k, v), {"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers"),
-    "positions": ((q, k, v), {"query_positions": np.arange(S)}, r"query_positions must be integers \[7\]"),
-    "key positions": ((q, k, v), {"kv_positions": np.arange(T)}, r"kv_positions must be integers \[11\]"),
+    "positions": (
+        (q, k, v),
+        {"query_positions": np.arange(S)},
+        r"query_positions must be integers \[T\] or \[B, T\] = \[2, 7\]",
+    ),
+    "key positions": (
+        (q, k, v),
+        {"kv_positions": np.arange(T)},
+        r"kv_positions must be integers \[S\] or \[B, S\] = \[2, 11\]",
+    ),
     "window": ((q, k, v), {"local_window_size": (-1, 2)}, "none negative"),
     "sinks": ((q, k, v), {"sinks": np.zeros(K, np.float32)}, r"sinks must be floats \[N\] = \[6\]"),
     "dropout without key": ((q, k, v), {"dropout_rate": 0.1}, "needs dropout_rng"),
@@ -218,7 +231,7 @@ def test_a_named_implementation_that_cannot_says_why():
 def request_of(B=B, T=T, S=S, N=N, K=K, H=8, dtype=jnp.bfloat16, **options):
     rng = np.random.default_rng(0)
     shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
-    return make_args(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes), **options)
+    return make_call(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes), **options)
 
 
 class TestCudnn:

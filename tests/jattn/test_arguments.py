@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn.masks import Causal, Dense, Padding, Segments, SlidingWindow
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, then
 
@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 
 def args(**options):
-    return make_args(*ARRAYS, **options)
+    return make_call(*ARRAYS, **options)
 
 
 WRONG = {
@@ -61,7 +61,7 @@ WRONG = {
 def test_what_is_wrong_is_named(name):
     options, message = WRONG[name]
     with pytest.raises((ValueError, TypeError), match=message) as error:
-        make_args(**dict(zip(("query", "key", "value"), ARRAYS, strict=True)) | options)
+        make_call(**dict(zip(("query", "key", "value"), ARRAYS, strict=True)) | options)
     assert len(str(error.value)) <= 800
 
 
@@ -84,7 +84,7 @@ class TestNumbers:
             assert type(args(scale=scale).scale) in (int, float)
         assert args().scale == H**-0.5
         without_dim = [x[..., :0] for x in ARRAYS]
-        assert make_args(*without_dim, scale=2.0).scale == 2.0
+        assert make_call(*without_dim, scale=2.0).scale == 2.0
 
     @pytest.mark.parametrize("window", [(2**40, 0), (np.int64(2**40), np.uint8(0))])
     def test_a_window_beyond_int32(self, window):
@@ -101,7 +101,7 @@ class TestIntegers:
                 query_positions=xp.arange(T, dtype=np.int32).astype(dtype), kv_positions=xp.ones((B, S), dtype),
                 key_value_seq_lengths=xp.ones(B, dtype),
             )  # fmt: skip
-            integers = arguments.query_positions, arguments.kv_positions, arguments.kv_lengths
+            integers = arguments.query_positions, arguments.kv_positions, arguments.key_value_seq_lengths
             assert all(x.dtype == np.int32 for x in integers)
             np.testing.assert_array_equal(arguments.query_positions[0], np.arange(T))
             assert isinstance(arguments.query_positions, np.ndarray) == (xp is np), "static arrays must stay static"
@@ -139,7 +139,7 @@ class TestPairs:
 
     def test_others(self):
         for shape in ((B,), (T,), (1, B, N, T, S)):
-            message = r"must broadcast to \[B, N, T, S\] = \[2, 4, 3, 5\] .* 1 \(\[S\]\) or 0"
+            message = r"mask must be bool \[\], \[S\], \[T, S\], \[N, T, S\] or \[B, N, T, S\] = \[2, 4, 3, 5\]"
             with pytest.raises(ValueError, match=message):
                 args(mask=np.ones(shape, bool))
 
@@ -152,7 +152,7 @@ class TestTracing:
 
         def look(query, positions, lengths, mask):
             options = {"query_positions": positions, "key_value_seq_lengths": lengths, "mask": mask}
-            arguments = make_args(query, *ARRAYS[1:], **options)
+            arguments = make_call(query, *ARRAYS[1:], **options)
             static.append([isinstance(x, np.ndarray) for x in (arguments.query_positions, *arguments.slot_masks)])
 
         operands = (positions, lengths, mask)
@@ -180,7 +180,7 @@ class TestTracing:
         )
 
         def one(query, ids, lengths):
-            arguments = make_args(
+            arguments = make_call(
                 query, query, query, jnp.zeros((N, 1, 1)), Causal() & Segments(ids) & Padding(lengths), is_causal=True,
                 query_seq_lengths=lengths, key_value_seq_lengths=lengths, query_positions=ids,
                 score_mod=Alibi(np.ones(N, np.float32)),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
-from jattn._core.attention import dense_weights, make_head
+from jattn._core.arguments import make_call, make_head
+from jattn._core.attention import dense_weights
 from jattn._core.chunk import Chunk
 from jattn._core.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.dense import Dense
@@ -60,7 +60,7 @@ def test_over_heads_is_a_loop_over_heads(N, K):
 
 def test_over_heads_puts_the_head_axis_where_it_is_told():
     q, k, _ = qkv()
-    lifted = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head(q, k, None)), out_axes=(0, 1))
+    lifted = jattn.over_heads(lambda q, k, v: dense_weights(make_head(q, k, v)), out_axes=(0, 1))
     weights, lse = jax.eval_shape(lifted, q, k, None)
     assert weights.shape == (6, 7, 11) and lse.shape == (7, 6)
 
@@ -242,7 +242,7 @@ class TestTake:
         B, T, S, N, K = 2, 7, 11, 6, 3
         rng = np.random.default_rng(0)
         floats = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        return make_args(
+        return make_call(
             floats(B, T, N, 5), floats(B, S, K, 5), floats(B, S, K, 4), floats(1, N, T, S),
             lambda b, h, q, kv: (q + kv + h + b) % 4 != 0, query_seq_lengths=np.array([5, 7]),
             key_value_seq_lengths=np.array([11, 9]), score_mod=score_mods.Alibi(np.arange(1.0, N + 1) / N),

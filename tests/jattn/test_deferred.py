@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import operator
 import re
 
 import chex
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jattn
@@ -441,3 +444,31 @@ def test_jaxs_debugging_modes(mode, implementation):
     np.testing.assert_allclose(same, value, rtol=1e-4)
     directional = sum(np.vdot(x, y) for x, y in zip(arguments, gradients, strict=True))
     np.testing.assert_allclose(tangent, directional, rtol=1e-3, atol=1e-3)
+
+
+def has(ctx, path):
+    try:
+        operator.attrgetter(path)(ctx)
+    except AttributeError:
+        return False
+    return True
+
+
+def test_what_is_read_of_jax_is_there():
+    """Names what a new JAX has moved: these attributes are not documented."""
+    contexts, probe = [], Primitive("probe")
+    probe.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(probe, lambda ctx, x: (contexts.append(ctx), [x])[1])
+    mesh, by_sequence = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
+    in_shard_map = jax.shard_map(probe.bind, mesh=mesh, in_specs=by_sequence, out_specs=by_sequence, check_vma=False)
+    for fn in (probe.bind, in_shard_map):
+        jax.jit(fn).lower(jnp.ones(2))
+    wanted = ("num_devices", "device_assignment"), ("mesh.axis_names", "manual_axes")
+    missing = [
+        path
+        for ctx, names in zip(contexts, wanted, strict=True)
+        for path in (*deferred.OF_JAX.values(), *(f"{deferred.OF_JAX['axis_context']}.{name}" for name in names))
+        if not has(ctx, path)
+    ]
+    assert not missing, f"JAX {jax.__version__} has no {missing} for a lowering rule; jattn._core.deferred reads them"
+    assert not has(contexts[0], f"{deferred.OF_JAX['axis_context']}.manual_axes"), "which tells the two kinds apart"

@@ -12,7 +12,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS, Dispatch
 from jattn.kernels.pallas_tpu import PallasTPU
@@ -111,7 +111,7 @@ def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     query, key, value, ct = (
         jnp.asarray(np.random.default_rng(i).normal(size=(B, n, 2, 8)), jnp.float32) for i, n in enumerate((T, S, S, T))
     )
-    args = make_args(query, key, value, is_causal=True)
+    args = make_call(query, key, value, is_causal=True)
     assert dispatch.kernel("cuda", args).name == "xla"
     cotangents = (ct, ct[..., 0])
 

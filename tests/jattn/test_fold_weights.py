@@ -320,7 +320,7 @@ class TestErrors:
         "lse of one sequence": ({"lse": np.zeros((T, N))}, ValueError, r"lse must .* shape \[7, 6\]"),
         "lse of integers": ({"lse": np.zeros((B, T, N), int)}, ValueError, "lse must be floats .* got int32"),
         "mask of floats": ({"mask": np.ones((T, S))}, TypeError, "mask must be bool"),
-        "mask of another shape": ({"mask": np.ones((S, T), bool)}, ValueError, r"mask must broadcast .* shape \[11, 7\]"),
+        "mask of another shape": ({"mask": np.ones((S, T), bool)}, ValueError, r"mask must be bool .* got shape \[11, 7\]"),
         "mask that returns integers": ({"mask": lambda b, h, q, kv: kv - q}, TypeError, "mask must return bool"),
         "score_mod that returns integers": ({"score_mod": lambda s, b, h, q, kv: q}, TypeError, "score_mod must return floats"),
         "score_mod of another shape": ({"score_mod": lambda s, b, h, q, kv: s[:2]}, ValueError, "score_mod must return an array"),

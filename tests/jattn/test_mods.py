@@ -17,7 +17,7 @@ import jattn
 from jattn import heads, masks
 from jattn._blocks import plan
 from jattn._core import shard
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn._mods import pytree
 from jattn._mods.closure_convert import closure_convert
 from jattn.kernels import blockwise
@@ -179,7 +179,7 @@ class TestOfOnesOwn:
         mask = mask & see_even if joined else mask
         shape = self.B, self.T, self.N, self.H
         q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32) for i in range(3))
-        args = make_args(q, k, v, mask=mask)
+        args = make_call(q, k, v, mask=mask)
         place = shard.MeshAxes(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
         kinds = []
 

@@ -178,7 +178,8 @@ def test_a_chip_that_is_not_a_hopper_is_refused_where_it_is_known(monkeypatch):
 
     def lower(chip):  # as for the device of a topology, which need not be there
         backend = SimpleNamespace(devices=lambda: [SimpleNamespace(compute_capability=chip)])
-        monkeypatch.setattr(deferred, "_lowered_as", lambda module: lowered_as(module.replace(backend=backend)))
+        there = lambda ctx: lowered_as(ctx.replace(module_context=ctx.module_context.replace(backend=backend)))
+        monkeypatch.setattr(deferred, "_lowered_as", there)
         jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1, dtype=jnp.bfloat16)).lower(lowering_platforms=("cuda",))  # fmt: skip
 
     lower("9.0")

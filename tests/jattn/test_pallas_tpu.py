@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn._core.vmap import canonical
 from jattn.kernels import Unsupported
 from jattn.kernels.pallas_tpu import OLDEST, PallasTPU
@@ -131,7 +131,7 @@ def test_the_error_in_bfloat16_is_at_most_twice_the_formulas():
 def test_no_races():
     settings = PallasTPU((128, 128), pltpu.InterpretParams(detect_races=True))
     arrays = [x[:1, :200] for x in qkv()]
-    args = canonical(make_args(*arrays, is_causal=True))
+    args = canonical(make_call(*arrays, is_causal=True))
 
     def kernels(d_out):  # called as they are: the interpreter's callbacks have no place in a deferred operation
         results = settings.forward("cpu", args)

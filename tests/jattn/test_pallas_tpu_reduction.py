@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn._core.vmap import canonical
 from jattn.heads import statistics
 from jattn.kernels import Reduction, Unsupported
@@ -126,7 +126,7 @@ def weights_and_logs(log_weights, row, column):
 @pytest.mark.slow
 def test_no_races():
     query, key = (x[:1] for x in heads())
-    args = canonical(make_args(query, key, None, is_causal=True))
+    args = canonical(make_call(query, key, None, is_causal=True))
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1]
     slots = {"slot": jnp.arange(T)[None], "counts": jnp.ones((1, T), bool)}
     kinds = {

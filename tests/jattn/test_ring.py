@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn import heads, masks
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, SplitKeys, Ulysses, from_zigzag, ring_blocks, to_zigzag
 from jattn.testing import Case
@@ -160,11 +160,11 @@ def test_keys_travel_as_far_as_somebody_sees_them():
     nothing = lowered(8, "contiguous", 64, mask=masks.Segments(np.arange(64) // 8)).as_text()
     assert hops(nothing) == 0 and 0 < hops(window)
     ring = Ring(mesh_of(8), "sequence")
-    args = make_args(*(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0))
+    args = make_call(*(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0))
     assert ring.plan(args).steps == (0, 1)
     assert Ring(mesh_of(8), "sequence", layout="zigzag").plan(args).steps == (0, 1, 7)
     traced = jax.eval_shape(
-        lambda q: ring.plan(make_args(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
+        lambda q: ring.plan(make_call(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
         jnp.zeros((1, 64, 1, 4)),
     )
     assert traced.shape == (1, 64, 1, 4)

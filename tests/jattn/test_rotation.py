@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn._core.attention import NAMES
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring, from_zigzag, ring_attention, to_zigzag
@@ -21,7 +21,7 @@ from tests.ring_cases import CASES, largest_error, mesh_of
 
 
 def args_of(length, **options):
-    return make_args(*(np.zeros((1, length, 1, 4), np.float32),) * 3, **options)
+    return make_call(*(np.zeros((1, length, 1, 4), np.float32),) * 3, **options)
 
 
 @pytest.mark.parametrize("options", [

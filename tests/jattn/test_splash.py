@@ -12,7 +12,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn._core.arguments import make_args
+from jattn._core.arguments import make_call
 from jattn._core.vmap import canonical
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn.kernels.splash import Splash, default_block_sizes
@@ -189,7 +189,7 @@ def test_on_each_device_of_a_mesh():
 
 
 def request_of(B=2, T=7, S=11, N=4, K=2, H=8, D=8, dtype=jnp.float32, **options):
-    return make_args(*qkv(B, T, S, N, K, H, D, dtype), **options)
+    return make_call(*qkv(B, T, S, N, K, H, D, dtype), **options)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def blocks_of(T, S, **options):
     """The forward kernel's table of blocks: 0 is skipped. Its width is what the grid was shrunk to."""
     shape = {name: options.pop(name) for name in ("B",) if name in options}
     plans = []
-    trace = lambda *arrays: plans.append(INTERPRETED._plan(canonical(make_args(*arrays, **options))))
+    trace = lambda *arrays: plans.append(INTERPRETED._plan(canonical(make_call(*arrays, **options))))
     jax.eval_shape(trace, *qkv(T=T, S=S, N=1, K=1, **shape))
     return np.asarray(make_kernel(plans[0], 1).fwd_mask_info.block_mask)[0]
 

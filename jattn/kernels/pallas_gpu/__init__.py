@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jattn._core import deferred
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import cdiv
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_tiles import PallasKernel
@@ -38,11 +38,11 @@ class PallasGPU(PallasKernel):
 
     interpret: Any = None
 
-    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
+    def refusals(self, call: Call) -> Iterator[tuple[bool, str]]:
         oldest = ".".join(map(str, OLDEST))
         yield jax.__version_info__ < OLDEST, f"it needs JAX {oldest} or newer, not {jax.__version__}"
-        yield from super().refusals(args)
-        T, S = args.query.shape[1], args.key.shape[1]
+        yield from super().refusals(call)
+        T, S = call.query.shape[1], call.key.shape[1]
         rows, columns = cdiv(T, ROWS), cdiv(S, ROWS)
         yield rows * columns > ENTRIES, f"{rows} by {columns} blocks are too many"
 

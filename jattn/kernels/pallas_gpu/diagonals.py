@@ -39,11 +39,11 @@ def sum_diagonals(
     if not names:
         return {}
     plan = make_plan(by_key=True, shape=SIZE)  # whose masks hide queries and keys past the ends
-    tables = [_skewed(table.swapaxes(1, 2)) for table in block_table(plan.args, SIZE)]
+    tables = [_skewed(table.swapaxes(1, 2)) for table in block_table(plan.call, SIZE)]
     plan = dataclasses.replace(plan, lists=row_lists(*tables, by_key=False))
     kernel = _Diagonals(plan, Values(plan, reduction), names)
     seen = jnp.asarray(tables[0].any(2))[:, None, :, None]  # the list of a diagonal without blocks has one nevertheless
-    (T, S), of_keys = (plan.args.query.shape[1], plan.args.key.shape[1]), plan.operands.padded[1]
+    (T, S), of_keys = (plan.call.query.shape[1], plan.call.key.shape[1]), plan.operands.padded[1]
     results = {}
     for name, x in zip(names, kernel.call(q, k), strict=True):
         x = jnp.where(seen, x, 0.0)  # [B,N,diagonals,128]: by 64 plus the query's offset from the key, in the block
@@ -90,7 +90,7 @@ class _Diagonals:
             grid_names=("head", "diagonal", "sequence"),
             num_threads=2,
             thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(approx_math=plan.args.score_mod is None),
+            compiler_params=plgpu.CompilerParams(approx_math=plan.call.score_mod is None),
             interpret=plan.interpret or None,
         )
         with jax.enable_x64(False):  # Pallas' pipeline counts in int32
@@ -103,7 +103,7 @@ class _Diagonals:
         diagonal, n, b = (jax.lax.axis_index(name) for name in ("diagonal", "head", "sequence"))
         sequence = 0 if count_ref.shape[0] == 1 else b
         blocks = [padded // ROWS for padded in plan.operands.padded]
-        group = jnp.int32(plan.args.query.shape[2] // plan.args.key.shape[2])
+        group = jnp.int32(plan.call.query.shape[2] // plan.call.key.shape[2])
 
         def entry(ids: Sequence[jax.Array]) -> jax.Array:
             return entry_ref[sequence, diagonal, ids[0]]

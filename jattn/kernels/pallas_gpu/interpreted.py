@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn._blocks.reduction import Reduction
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._core.vmap import canonical
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.kernel import Results
@@ -27,15 +27,15 @@ class Interpreted(PallasGPU):
 
         return PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
 
-    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
-        return self._on_cpu().reduce("cpu", canonical(args), reduction)
+    def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
+        return self._on_cpu().reduce("cpu", canonical(call), reduction)
 
-    def _run(self, args: AttentionArgs) -> tuple[Array, Array]:
+    def _run(self, call: Call) -> tuple[Array, Array]:
         kernel = self._on_cpu()
-        leaves, structure = jax.tree.flatten(canonical(args))
+        leaves, structure = jax.tree.flatten(canonical(call))
         floats = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
 
-        def of(arrays: Sequence[Array]) -> AttentionArgs:
+        def of(arrays: Sequence[Array]) -> Call:
             return structure.unflatten([dict(zip(floats, arrays, strict=True)).get(n, x) for n, x in enumerate(leaves)])
 
         @jax.custom_vjp

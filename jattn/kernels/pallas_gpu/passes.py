@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jattn._blocks.backward import balanced, is_whole, of_sums
 from jattn._blocks.plan import visibility
 from jattn._blocks.reduction import Reduction, count_pairs
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import cdiv, pad_end
 from jattn._mods.tile_function import QUERY
 from jattn.kernels.kernel import Results, narrowed
@@ -32,13 +32,13 @@ from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref, rounded
 LEAST = jnp.finfo(jnp.float32).min
 
 
-def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasGPU) -> dict[str, jax.Array]:
+def reduce(call: Call, reduction: Reduction, settings: PallasGPU) -> dict[str, jax.Array]:
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
-    q, k = _padded(args.query), _padded(args.key)
-    plan = functools.partial(make_plan, args, interpret=settings.interpret)
+    q, k = _padded(call.query), _padded(call.key)
+    plan = functools.partial(make_plan, call, interpret=settings.interpret)
     by_row = reduce_rows(functools.partial(plan, shape=BLOCK), q, k, reduction)
     others = [name for name in reduction.counts if name != "visible"]
-    return by_row | sum_diagonals(plan, q, k, reduction) | count_pairs(args, reduction, others, None)
+    return by_row | sum_diagonals(plan, q, k, reduction) | count_pairs(call, reduction, others, None)
 
 
 def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
@@ -48,22 +48,22 @@ def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
     return (2 * ROWS, 64) if backward else (2 * ROWS, 128)
 
 
-def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
+def forward(call: Call, settings: PallasGPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
 
     ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
     """
-    (B, T, N, H), D = args.query.shape, args.value.shape[3]
-    args = pack_gqa(args)
-    (_, grouped, heads, _), (rows, columns) = args.query.shape, _shape(H, D, False)
+    (B, T, N, H), D = call.query.shape, call.value.shape[3]
+    call = pack_gqa(call)
+    (_, grouped, heads, _), (rows, columns) = call.query.shape, _shape(H, D, False)
     rows = rows if grouped > ROWS else ROWS
-    num_splits = choose_num_splits(B * heads * cdiv(grouped, rows), cdiv(args.key.shape[1], columns))
-    q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
-    unseen = not visibility(args).all_seen()
+    num_splits = choose_num_splits(B * heads * cdiv(grouped, rows), cdiv(call.key.shape[1], columns))
+    q, k, v = (_padded(x) for x in (call.query, call.key, call.value))
+    unseen = not visibility(call).all_seen()
     if unseen and T > 1:  # 0 times NaN is NaN. Those who see such a value get NaN from its key.
         finite = _finite(k) & _finite(v)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
-    plan = make_plan(args, False, (rows, columns), settings.interpret, num_splits)
+    plan = make_plan(call, False, (rows, columns), settings.interpret, num_splits)
 
     def start(_: Place) -> tuple:
         return zeros(ROWS, v.shape[3]), full((ROWS,), float(LEAST)), zeros(ROWS)
@@ -98,36 +98,36 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
         out, lse = merge_splits(out, lse, num_splits, rows)
     lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
     # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
-    seen = jnp.ones_like(lse) if visibility(args).all_seen() else (lse != LEAST).astype(jnp.float32)
-    out = out[:, :grouped, :, :D].astype(args.value.dtype)
+    seen = jnp.ones_like(lse) if visibility(call).all_seen() else (lse != LEAST).astype(jnp.float32)
+    out = out[:, :grouped, :, :D].astype(call.value.dtype)
     if heads != N:
         out, lse, seen = (unpack_gqa(x, T, N) for x in (out, lse, seen))
     return out, lse, seen
 
 
 def backward(
-    args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
+    call: Call, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
 ) -> list[jax.Array]:
     """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
-    whole, args = is_whole(args), narrowed(args)
+    whole, call = is_whole(call), narrowed(call)
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
-    H, D = args.query.shape[3], args.value.shape[3]
-    q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
-    if not visibility(args).all_seen():  # a row that sees NaN has it in its row_max
+    H, D = call.query.shape[3], call.value.shape[3]
+    q, k, v = (_padded(x) for x in (call.query, call.key, call.value))
+    if not visibility(call).all_seen():  # a row that sees NaN has it in its row_max
         q, k, v = (jnp.where(_finite(x), x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     d_acc = _padded(d_acc.astype(q.dtype))
     lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]
-    plan = functools.partial(make_plan, args, shape=_shape(H, D, True), interpret=settings.interpret)
+    plan = functools.partial(make_plan, call, shape=_shape(H, D, True), interpret=settings.interpret)
     d_query, *totals = _d_query(plan(by_key=False), q, k, v, d_acc, lines, whole)
     d_key_and_value = functools.partial(_d_key_and_value, q=q, k=k, v=v, d_acc=d_acc, lines=lines)
     if H + D > LARGEST_DIM:  # registers hold the sums of one
         (d_key,), (d_value,) = (d_key_and_value(plan(by_key=True), of=of) for of in ("key", "value"))
     else:
         d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
-    (T, S), grown = (args.query.shape[1], args.key.shape[1]), (d_query, d_key, d_value)
+    (T, S), grown = (call.query.shape[1], call.key.shape[1]), (d_query, d_key, d_value)
     of_qkv = [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
     totals = [jnp.transpose(x, (0, 2, 1))[:, :T] for x in totals]
-    return balanced(args, results, cotangents, of_qkv, *totals) if totals else of_qkv
+    return balanced(call, results, cotangents, of_qkv, *totals) if totals else of_qkv
 
 
 def _d_query(

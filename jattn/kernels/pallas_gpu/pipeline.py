@@ -190,7 +190,7 @@ class MosaicKernel:
     def call(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """The results and the vectors."""
         plan, (B, length, heads, _), (entries, counts) = self.plan, self.rows[0].shape, self.plan.lists
-        heads = plan.args.query.shape[2] if self.each_head else heads
+        heads = plan.call.query.shape[2] if self.each_head else heads
         padded = counts.shape[1] * plan.rows
         length = length if plan.num_splits == 1 else padded
         types = [jax.ShapeDtypeStruct((B, length, heads, size), self.rows[0].dtype) for size in self.results]
@@ -204,7 +204,7 @@ class MosaicKernel:
             num_threads=self.warpgroups + 1,
             thread_name="warpgroup",
             # The approximate tanh is off by 2^-11: too much for a score function.
-            compiler_params=plgpu.CompilerParams(approx_math=plan.args.score_mod is None),
+            compiler_params=plgpu.CompilerParams(approx_math=plan.call.score_mod is None),
             interpret=plan.interpret or None,
         )
         with jax.enable_x64(False):  # Pallas' pipeline counts in int32
@@ -253,7 +253,7 @@ class MosaicKernel:
     @property
     def group(self) -> int:
         """Query heads per key head."""
-        return self.plan.args.query.shape[2] // self.plan.args.key.shape[2]
+        return self.plan.call.query.shape[2] // self.plan.call.key.shape[2]
 
     @property
     def by_group(self) -> bool:

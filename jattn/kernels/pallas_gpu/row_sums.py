@@ -24,7 +24,7 @@ class Values:
 
     def __init__(self, plan: GPUPlan, reduction: Reduction):
         self.scores, self.reduction, add_vector = plan.scores(), reduction, plan.operands.vector
-        self.lowest = lowest_score(plan.args)
+        self.lowest = lowest_score(plan.call)
         lse = jnp.moveaxis(jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse), 1, 2)
         self.lse = add_vector(QUERY, lse.astype(jnp.float32))
         self.data = {
@@ -52,7 +52,7 @@ def reduce_rows(
 ) -> dict[str, jax.Array]:
     """The sums ``{name: [B,N,...]}``; ``make_plan(by_key=...)``, and ``q`` and ``k`` as the kernels read them."""
     plan = make_plan(by_key=False)
-    (T, S), names = (plan.args.query.shape[1], plan.args.key.shape[1]), reduction.named("row_sum", "row_max")
+    (T, S), names = (plan.call.query.shape[1], plan.call.key.shape[1]), reduction.named("row_sum", "row_max")
     results: dict[str, jax.Array] = {}
     counted = "visible" in reduction.counts
     if names or counted:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.closure_convert import depends_on
 from jattn.kernels.pallas_gpu.schedule import ROWS
 
@@ -20,31 +20,31 @@ PROGRAMS = 132  # at once: multiprocessors of an H100
 LEAST_BLOCKS = 4  # of keys for a program, which merging then costs little of
 
 
-def pack_gqa(args: AttentionArgs) -> AttentionArgs:
+def pack_gqa(call: Call) -> Call:
     """A canonical call with the query heads of each key head as queries, ``[B, G*T, K, H]``.
 
-    ``args`` as they are where there is no group, a block cannot hold it, or heads differ in more than their queries.
+    ``call`` as they are where there is no group, a block cannot hold it, or heads differ in more than their queries.
     """
-    (B, T, N, H), K = args.query.shape, args.key.shape[2]
+    (B, T, N, H), K = call.query.shape, call.key.shape[2]
     group = N // K
-    by_head = [x for x in (args.bias, *args.slot_masks) if x is not None and x.shape[1] != 1]
-    if group == 1 or group * T > ROWS or by_head or any(depends_on(mask, 1) for mask in args.masks):
-        return args
-    if args.score_mod is not None and depends_on(args.score_mod, 2, jnp.float32):
-        return args
+    by_head = [x for x in (call.bias, *call.slot_masks) if x is not None and x.shape[1] != 1]
+    if group == 1 or group * T > ROWS or by_head or any(depends_on(mask, 1) for mask in call.masks):
+        return call
+    if call.score_mod is not None and depends_on(call.score_mod, 2, jnp.float32):
+        return call
 
     def each_head(x: jax.Array | np.ndarray | None, axis: int) -> jax.Array | np.ndarray | None:
         return x if x is None or x.shape[axis] == 1 else jnp.concatenate([x] * group, axis)
 
-    positions = np.arange(T, dtype=np.int32)[None] if args.query_positions is None else args.query_positions
-    query = args.query.reshape(B, T, K, group, H).transpose(0, 3, 1, 2, 4).reshape(B, group * T, K, H)
+    positions = np.arange(T, dtype=np.int32)[None] if call.query_positions is None else call.query_positions
+    query = call.query.reshape(B, T, K, group, H).transpose(0, 3, 1, 2, 4).reshape(B, group * T, K, H)
     return dataclasses.replace(
-        args,
+        call,
         query=query,
-        bias=each_head(args.bias, 2),
-        slot_masks=tuple(each_head(x, 2) for x in args.slot_masks),
+        bias=each_head(call.bias, 2),
+        slot_masks=tuple(each_head(x, 2) for x in call.slot_masks),
         query_positions=np.tile(positions, group) if isinstance(positions, np.ndarray) else each_head(positions, 1),
-        query_lengths=None,
+        query_seq_lengths=None,
     )
 
 

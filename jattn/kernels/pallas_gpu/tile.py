@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn._blocks.plan import block_table, visibility
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import pad_end
 from jattn._mods.tile_function import QUERY
 from jattn.kernels import pallas_tiles
@@ -133,7 +133,7 @@ class Tile(pallas_tiles.Tile):
 class GPUPlan:
     """One kernel's call: its blocks and what it reads."""
 
-    args: AttentionArgs
+    call: Call
     interpret: Interpret
     by_key: bool
     size: tuple[int, int]  # queries and keys of a block
@@ -162,21 +162,19 @@ class GPUPlan:
 
     def scores(self) -> pallas_tiles.Scores:
         """The scores, with their arrays among the operands."""
-        return pallas_tiles.Scores.of(self.args, self.operands, visibility(self.args).all_seen())
+        return pallas_tiles.Scores.of(self.call, self.operands, visibility(self.call).all_seen())
 
 
-def make_plan(
-    args: AttentionArgs, by_key: bool, shape: tuple[int, int], interpret: Interpret, num_splits: int = 1
-) -> GPUPlan:
+def make_plan(call: Call, by_key: bool, shape: tuple[int, int], interpret: Interpret, num_splits: int = 1) -> GPUPlan:
     """The plan of a kernel whose rows are queries, or keys ``by_key``; ``shape``: a block's rows and columns.
 
     ``num_splits``: how many programs share a row of blocks, each with results of its own.
     """
     size = (shape[1], shape[0]) if by_key else shape
-    tables = block_table(args, size)
+    tables = block_table(call, size)
     T, S = (count * one for count, one in zip(tables[0].shape[1:], size, strict=True))
     lists = row_lists(*tables, by_key, num_splits)
-    return GPUPlan(args, interpret, by_key, size, lists, Operands((T, S), by_key), num_splits)
+    return GPUPlan(call, interpret, by_key, size, lists, Operands((T, S), by_key), num_splits)
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jattn._blocks.block_lists import two_sizes
 from jattn._blocks.reduction import Reduction
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import cdiv
 from jattn.kernels.pallas_tiles import PallasKernel
 from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
@@ -50,20 +50,20 @@ class PallasTPU(PallasKernel):
         if self.block_sizes is not None:
             object.__setattr__(self, "block_sizes", two_sizes(self.block_sizes, TILE))
 
-    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        yield from super().refusals(args)
+    def refusals(self, call: Call) -> Iterator[tuple[bool, str]]:
+        yield from super().refusals(call)
         oldest = ".".join(map(str, OLDEST))
         old = self.in_place and jax.__version_info__ < OLDEST
         yield old, f"in_place needs JAX {oldest} or newer, not {jax.__version__}"
-        T, S = args.query.shape[1], args.key.shape[1]
+        T, S = call.query.shape[1], call.key.shape[1]
         sizes = self.block_sizes or (SMALL, SMALL)
         rows, columns = (cdiv(length, size) for length, size in zip((T, S), sizes, strict=True))
         too_many = max(rows, columns) > MOST or rows * columns > ENTRIES
         yield too_many, f"{rows} by {columns} blocks are too many for scalar memory"
 
-    def reduction_reason(self, args: AttentionArgs, reduction: Reduction) -> str | None:
-        length = args.query.shape[1] + args.key.shape[1]
-        reason = super().reduction_reason(args, reduction)
+    def reduction_reason(self, call: Call, reduction: Reduction) -> str | None:
+        length = call.query.shape[1] + call.key.shape[1]
+        reason = super().reduction_reason(call, reduction)
         if reason is None and length > LONGEST and reduction.named("column_sum", "diagonal_sum"):
             return f"sums by key or by offset take T + S up to {LONGEST}, got {length}"
         return reason

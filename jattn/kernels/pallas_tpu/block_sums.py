@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jattn._blocks.reduction import Reduction, count_pairs, lowest_score
 from jattn._mods.arrays import pad_end
 from jattn.kernels.pallas_tiles import Ref
-from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call
+from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call_kernel
 from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 
@@ -28,14 +28,14 @@ FEW = 4  # statistics, up to which the loop over a block's queries is unrolled: 
 
 def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     """The sums ``{name: [B,N,...]}`` of a call."""
-    (B, T, N, _), S = plan.args.query.shape, plan.args.key.shape[1]
+    (B, T, N, _), S = plan.call.query.shape, plan.call.key.shape[1]
     steps = _ReductionSteps.of(plan, reduction)
     float32 = functools.partial(plan.type_of, dtype=jnp.float32)
     types = [("queries", float32((B, N, steps.height, plan.operands.padded[0])))]
     types += [("whole", float32((B, N, *steps.scratch[name][0]))) for name in steps.whole]
     at_once = 0 if len(reduction.kinds) <= FEW else 1
     program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once)
-    sums, *whole = call(plan, steps.scores, "fold", types, list(steps.scratch.values()), program)
+    sums, *whole = call_kernel(plan, steps.scores, "fold", types, list(steps.scratch.values()), program)
     by_name = dict(zip(steps.whole, whole, strict=True))
     results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
     results |= {name: by_name["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
@@ -45,7 +45,7 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     if "visible" in reduction.counts:
         results["visible"] = sums[:, :, steps.height - 1, :T]
     others = [name for name in reduction.counts if name != "visible"]
-    return results | count_pairs(plan.args, reduction, others, None)
+    return results | count_pairs(plan.call, reduction, others, None)
 
 
 @dataclasses.dataclass
@@ -128,9 +128,9 @@ class _ReductionSteps:
 
     def add(self, tiles: Iterable[Tile], ins: Sequence[Ref], *kept: Ref) -> None:
         """Adds the values of tiles of the same queries."""
-        refs, totals, args, tiles = self._named(kept), {}, self.plan.args, list(tiles)
+        refs, totals, call, tiles = self._named(kept), {}, self.plan.call, list(tiles)
         queries = tiles[0].queries
-        lowest = lowest_score(args)
+        lowest = lowest_score(call)
         bools = {name: is_bool for name, (_, is_bool) in self.columns.items()}
         for tile in tiles:
             at = tile.keys.start // TILE

@@ -20,29 +20,29 @@ from jax.typing import DTypeLike
 from jattn._blocks.backward import balanced, is_whole, of_sums
 from jattn._blocks.online_softmax import log_sum_exp
 from jattn._blocks.reduction import Reduction
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn.kernels.kernel import Results, narrowed
 from jattn.kernels.pallas_tiles import Ref, rounded
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.block_sums import reduce_blocks
-from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
+from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call_kernel, make_plan
 from jattn.kernels.pallas_tpu.schedule import SMALL, TILE, WIDE_TILE, block_sizes
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 
 LEAST = jnp.finfo(jnp.float32).min
 
 
-def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasTPU) -> dict[str, jax.Array]:
+def reduce(call: Call, reduction: Reduction, settings: PallasTPU) -> dict[str, jax.Array]:
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
-    T, S = args.query.shape[1], args.key.shape[1]
+    T, S = call.query.shape[1], call.key.shape[1]
     sizes = settings.block_sizes or block_sizes(T, S, SMALL)
-    return reduce_blocks(make_plan(args, settings, sizes, TILE), reduction)
+    return reduce_blocks(make_plan(call, settings, sizes, TILE), reduction)
 
 
-def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
+def forward(call: Call, settings: PallasTPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``."""
-    plan = make_plan(args, settings, settings.block_sizes, WIDE_TILE)
-    D, rows, scores = max(args.value.shape[3], 1), plan.size[0], plan.scores()
+    plan = make_plan(call, settings, settings.block_sizes, WIDE_TILE)
+    D, rows, scores = max(call.value.shape[3], 1), plan.size[0], plan.scores()
     value = plan.add_value()
 
     def start(_: tuple, acc: Ref, row_max: Ref, row_sum: Ref) -> None:
@@ -63,12 +63,12 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         return acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0)), row_max[...], row_sum[...]
 
-    results = [plan.result("queries", D, args.value.dtype), *[plan.result("queries", 1, jnp.float32)] * 2]
+    results = [plan.result("queries", D, call.value.dtype), *[plan.result("queries", 1, jnp.float32)] * 2]
     scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
-    outputs = call(plan, scores, "forward", results, scratch, Steps(start, add, finish))
+    outputs = call_kernel(plan, scores, "forward", results, scratch, Steps(start, add, finish))
     out, row_max, row_sum = (plan.restored(*both) for both in zip(results, outputs, strict=True))
-    out, row_max, row_sum = out[..., : args.value.shape[3]], row_max[..., 0], row_sum[..., 0]
-    if args.query.dtype == jnp.float32:
+    out, row_max, row_sum = out[..., : call.value.shape[3]], row_max[..., 0], row_sum[..., 0]
+    if call.query.dtype == jnp.float32:
         return out, row_max, row_sum
     # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
     lse, seen = log_sum_exp(row_max, row_sum), row_sum != 0.0  # NaN counts as seen
@@ -76,18 +76,18 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
 
 
 def backward(
-    args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
+    call: Call, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
 ) -> list[jax.Array]:
     """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
-    dtype, whole, args = args.query.dtype, is_whole(args), narrowed(args)
+    dtype, whole, call = call.query.dtype, is_whole(call), narrowed(call)
     out, row_max, row_sum, *_ = results
     # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
-    row_sum = row_sum if args.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
+    row_sum = row_sum if call.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
     sums = of_sums((out, row_max, row_sum), cotangents)
-    plan = functools.partial(make_plan, args, settings, settings.block_sizes, WIDE_TILE)
+    plan = functools.partial(make_plan, call, settings, settings.block_sizes, WIDE_TILE)
     d_query, *totals = _d_query(plan(), row_max, sums, dtype, whole)
     of_qkv = [d_query, *_d_key_and_value(plan(), row_max, sums)]
-    return balanced(args, (out, row_max, row_sum), cotangents, of_qkv, *totals) if totals else of_qkv
+    return balanced(call, (out, row_max, row_sum), cotangents, of_qkv, *totals) if totals else of_qkv
 
 
 def _score_tangents(
@@ -97,7 +97,7 @@ def _score_tangents(
     d_acc, d_row_sum = cotangents
     if d_acc.shape[3] == 0:  # as Plan.value
         d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
-    value, d_out = plan.add_value(), plan.add_queries(d_acc, plan.args.query.dtype)
+    value, d_out = plan.add_value(), plan.add_queries(d_acc, plan.call.query.dtype)
     maximum, d_sum = (plan.add_queries(x[..., None], jnp.float32) for x in (row_max, d_row_sum))
 
     def of_tile(tile: Tile, ins: Sequence[Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -113,7 +113,7 @@ def _d_query(
     plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array], dtype: DTypeLike, with_totals: bool
 ) -> list[jax.Array]:
     """The query's gradient in ``dtype`` and, ``with_totals``, the sums ``[B,T,N]`` of the ``d_score`` it is made of."""
-    H, scores, product_dtype = plan.args.query.shape[3], plan.scores(), plan.args.query.dtype
+    H, scores, product_dtype = plan.call.query.shape[3], plan.scores(), plan.call.query.dtype
     of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
 
     def start(_: tuple, acc: Ref, total: Ref, d_scores: Ref) -> None:
@@ -139,13 +139,13 @@ def _d_query(
 
     results = [plan.result("queries", H, dtype), plan.result("queries", 1, jnp.float32)][: 1 + with_totals]
     kept, of_block = [((size, plan.size[0]), jnp.float32) for size in (H, 1)], [(plan.size[::-1], product_dtype)]
-    outputs = call(plan, scores, "d_query", results, kept, Steps(start, add, finish, after=after), of_block)
+    outputs = call_kernel(plan, scores, "d_query", results, kept, Steps(start, add, finish, after=after), of_block)
     d_query, *totals = (plan.restored(*both) for both in zip(results, outputs, strict=True))
     return [d_query, *(x[..., 0] for x in totals)]
 
 
 def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-    H, D, scores = plan.args.key.shape[3], max(plan.args.value.shape[3], 1), plan.scores()
+    H, D, scores = plan.call.key.shape[3], max(plan.call.value.shape[3], 1), plan.scores()
     of_tile, d_out = _score_tangents(plan, scores, row_max, cotangents)
 
     def start(_: tuple, d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
@@ -169,9 +169,11 @@ def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax
     def finish(ins: Sequence[Ref], d_key: Ref, d_value: Ref, *_: Ref) -> Sequence[jax.Array]:
         return d_key[...] * scores.scale_of(ins), d_value[...]
 
-    dtype = plan.args.key.dtype
+    dtype = plan.call.key.dtype
     results = [plan.result("keys", size, dtype) for size in (H, D)]
     kept, of_block = [((plan.size[1], size), jnp.float32) for size in (H, D)], [(plan.size[::-1], dtype)] * 2
-    outputs = call(plan, scores, "d_key_and_value", results, kept, Steps(start, add, finish, after=after), of_block)
+    outputs = call_kernel(
+        plan, scores, "d_key_and_value", results, kept, Steps(start, add, finish, after=after), of_block
+    )
     d_key, d_value = (plan.restored(*both) for both in zip(results, outputs, strict=True))
-    return [d_key, d_value[..., : plan.args.value.shape[3]]]
+    return [d_key, d_value[..., : plan.call.value.shape[3]]]

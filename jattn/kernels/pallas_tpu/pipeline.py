@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jattn._blocks.block_lists import choose_size
 from jattn._blocks.plan import block_table, visibility
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import pad_end
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU, in_place
@@ -30,7 +30,7 @@ WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector 
 class TPUPlan:
     """One kernel's call: its blocks and what it reads."""
 
-    args: AttentionArgs
+    call: Call
     settings: PallasTPU
     size: tuple[int, int]
     tables: tuple[Table, Table]  # any_visible and all_visible [B|1, blocks of T, blocks of S]
@@ -55,13 +55,13 @@ class TPUPlan:
 
     def add_value(self) -> int:
         """Adds the value, with a column of zeros if D is 0, because no array of a kernel may be empty."""
-        value = self.args.value
+        value = self.call.value
         return self.add_keys(value if value.shape[3] else jnp.zeros((*value.shape[:3], 1), value.dtype))
 
     def result(self, over: str, size: int, dtype: DTypeLike) -> "Result":
         """The kind and type of a result ``[B,T,N,size]`` or, over ``"keys"``, ``[B,S,K,size]``."""
         axis = 0 if over == "queries" else 1
-        B, length, heads, _ = (self.args.query, self.args.key)[axis].shape
+        B, length, heads, _ = (self.call.query, self.call.key)[axis].shape
         shape = B, length, heads, size
         if self._in_place(shape, dtype, axis):
             return f"{over} in place", self.type_of(in_place.by_pair(shape), dtype)
@@ -71,39 +71,39 @@ class TPUPlan:
 
     def restored(self, result: "Result", array: jax.Array) -> jax.Array:
         """The array of a ``result``, ``[B,T,N,size]`` or ``[B,S,K,size]``."""
-        kind, (T, S) = result[0], (self.args.query.shape[1], self.args.key.shape[1])
+        kind, (T, S) = result[0], (self.call.query.shape[1], self.call.key.shape[1])
         if kind.endswith("in place"):
             return array.reshape(*array.shape[:2], array.shape[2] * array.shape[3], array.shape[4])
         return jnp.transpose(array, (0, 3, 1, 2))[:, :T] if kind == "queries" else jnp.swapaxes(array, 1, 2)[:, :S]
 
     def type_of(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """A result's type. Inside ``jax.shard_map`` it must say how it varies: as the query, here not at all."""
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.args.query).manual_axis_type)
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.call.query).manual_axis_type)
 
     def scores(self) -> Scores:
         """The scores, with their arrays among the operands."""
-        args, operands = self.args, self.operands
-        numbers = {"query": self.add_queries(args.query, args.query.dtype), "key": self.add_keys(args.key)}
-        return Scores.of(args, operands, visibility(args).all_seen(), operands=operands, **numbers)
+        call, operands = self.call, self.operands
+        numbers = {"query": self.add_queries(call.query, call.query.dtype), "key": self.add_keys(call.key)}
+        return Scores.of(call, operands, visibility(call).all_seen(), operands=operands, **numbers)
 
 
-def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
+def make_plan(call: Call, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
     """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
 
     The default ones are ``LARGE``. They are ``SMALL`` if that skips enough of the matrix to pay off, as in
     ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than 128 features.
     """
-    T, S = args.query.shape[1], args.key.shape[1]
-    tables, blocks = functools.partial(block_table, args), None
+    T, S = call.query.shape[1], call.key.shape[1]
+    tables, blocks = functools.partial(block_table, call), None
     if sizes is None:
-        dim = args.query.shape[3] if args.value is None else max(args.query.shape[3], args.value.shape[3])
-        wide = dim * args.query.dtype.itemsize > WIDE
+        dim = call.query.shape[3] if call.value is None else max(call.query.shape[3], call.value.shape[3])
+        wide = dim * call.query.dtype.itemsize > WIDE
         sizes, blocks = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
     blocks = tables(sizes) if blocks is None else blocks
     rows, columns = (count * size for count, size in zip(blocks[0].shape[1:], sizes, strict=True))
     at_a_time = TILE if sizes[0] % at_a_time else at_a_time
-    operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2], at_a_time)
-    return TPUPlan(args, settings, sizes, blocks, operands)
+    operands = Operands(sizes, (rows, columns), call.query.shape[2] // call.key.shape[2], at_a_time)
+    return TPUPlan(call, settings, sizes, blocks, operands)
 
 
 def _nothing(*_: object) -> None:
@@ -171,15 +171,15 @@ class Grid:
         if kind == "scalars":
             return pl.BlockSpec(memory_space=pltpu.SMEM)
 
-        def index(*args: Any) -> tuple:
-            b, n, i, j = self.locate(args[:-1], args[-1])[:4]
-            head = args[1] if of_result else self.operands.head(kind, n)
+        def index(*numbers: Any) -> tuple:
+            b, n, i, j = self.locate(numbers[:-1], numbers[-1])[:4]
+            head = numbers[1] if of_result else self.operands.head(kind, n)
             return self.operands.index(kind, shape, b, head, i, j)
 
         return pl.BlockSpec(self.operands.block(kind, shape, self.turns if of_result else 1), index)
 
 
-def call(
+def call_kernel(
     plan: TPUPlan, scores: Scores, name: str, results: Sequence[Result], scratch: Scratch, steps: Steps,
     of_block: Scratch = (),
 ) -> Sequence[jax.Array]:  # fmt: skip
@@ -191,7 +191,7 @@ def call(
         scratch: what the kernel keeps from block to block of one result.
         of_block: further scratch, which comes after that, for one block.
     """
-    (B, _, N, _), K, by_key = plan.args.query.shape, plan.args.key.shape[2], results[0][0].startswith("keys")
+    (B, _, N, _), K, by_key = plan.call.query.shape, plan.call.key.shape[2], results[0][0].startswith("keys")
     table, (some, every), operands = schedule(*plan.tables, by_key), plan.tables, plan.operands
     # Blocks that are full, and that are not. Unless known, both branches are compiled, which takes longer.
     counts = (every.sum(), (some & ~every).sum()) if isinstance(table, np.ndarray) else (2, 1)

@@ -135,10 +135,10 @@ class Scores(pallas_tiles.Scores):
 
     def product(self, x: Array, y: Array, over_x: int, over_y: int) -> Array:
         """The product over one axis of each, of operands in the inputs' dtype, accumulated in float32."""
-        dtype = self.args.query.dtype
+        dtype = self.call.query.dtype
         return jax.lax.dot_general(
             x.astype(dtype), y.astype(dtype), (((over_x,), (over_y,)), ((), ())),
-            precision=self.args.precision, preferred_element_type=jnp.float32,
+            precision=self.call.precision, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from jattn._blocks.backward import of_sums
 from jattn._blocks.block import BlockPlan
 from jattn._blocks.block_lists import two_sizes
 from jattn._blocks.plan import describe_work
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import cdiv, mod_semantics, pad_end
 from jattn.kernels.kernel import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
@@ -59,7 +59,9 @@ class Splash(Kernel):
     name: ClassVar[str] = "splash"
     platform: ClassVar[str | None] = "tpu"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
-    takes: ClassVar[frozenset[str]] = frozenset({"mask array", "score_mod"})
+    takes: ClassVar[frozenset[str]] = frozenset(
+        {"masks", "slot_masks", "query_seq_lengths", "key_value_seq_lengths", "score_mod"}
+    )
     rounds_query: ClassVar[bool] = True
     reads_rounded_output: ClassVar[bool] = True
 
@@ -70,56 +72,56 @@ class Splash(Kernel):
         if self.block_sizes is not None:
             object.__setattr__(self, "block_sizes", two_sizes(self.block_sizes, TILE))
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        return super().unsupported_reason(args) or mask_reason(args)
+    def unsupported_reason(self, call: Call) -> str | None:
+        return super().unsupported_reason(call) or mask_reason(call)
 
-    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        mod = args.score_mod
+    def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
+        mod = call.score_mod
         return [
-            (args.value.shape[-1] == 0, "it takes no empty arrays"),
-            (args.has_mask_array, "it takes no mask array; masks.Dense(array) is a mask"),
+            (call.value.shape[-1] == 0, "it takes no empty arrays"),
+            (call.has("slot_masks"), "it takes no mask array; masks.Dense(array) is a mask"),
             (mod is not None and type(mod) is not SoftCap, "it takes no score_mod but SoftCap"),
-            (type(mod) is SoftCap and _soft_cap(args) is None, "the cap of a SoftCap must be a plain number"),
-            (self._count_blocks(args) > MOST_BLOCKS, f"it takes at most {MOST_BLOCKS} blocks; pass larger block_sizes"),
+            (type(mod) is SoftCap and _soft_cap(call) is None, "the cap of a SoftCap must be a plain number"),
+            (self._count_blocks(call) > MOST_BLOCKS, f"it takes at most {MOST_BLOCKS} blocks; pass larger block_sizes"),
         ]
 
-    def _count_blocks(self, args: AttentionArgs) -> int:
-        T, S = args.query.shape[1], args.key.shape[1]
-        rows, columns = _block_sizes(args, self)
+    def _count_blocks(self, call: Call) -> int:
+        T, S = call.query.shape[1], call.key.shape[1]
+        rows, columns = _block_sizes(call, self)
         return cdiv(T, rows) * cdiv(S, columns)
 
-    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+    def describe_work(self, platform: str, call: Call) -> str:
         """As of blockwise, for the mean of the heads. All pairs of plain functions would take too long to evaluate."""
-        masks = self._plan(args).masks
+        masks = self._plan(call).masks
         (rows, columns), lengths = masks[0].size, masks[0].lengths
         if any(mask.holds_function for mask in masks):
             return f"computes the blocks of {rows} x {columns} that hold a visible pair"
         computed = np.stack([mask.computed for mask in masks])
         return describe_work(BlockPlan((rows, columns), computed, computed, False), lengths)
 
-    def prepare(self, args: AttentionArgs) -> "Splash":
+    def prepare(self, call: Call) -> "Splash":
         """With the plan, because static masks are read while tracing."""
-        return _PlannedSplash(self.block_sizes, self.interpret, self._plan(args))
+        return _PlannedSplash(self.block_sizes, self.interpret, self._plan(call))
 
-    def _plan(self, args: AttentionArgs) -> SplashPlan:
-        size = _block_sizes(args, self)
-        masks, all_keys_seen = head_masks(args, size)
-        return SplashPlan(masks, size, _soft_cap(args), self.interpret, all_keys_seen)
+    def _plan(self, call: Call) -> SplashPlan:
+        size = _block_sizes(call, self)
+        masks, all_keys_seen = head_masks(call, size)
+        return SplashPlan(masks, size, _soft_cap(call), self.interpret, all_keys_seen)
 
     @property
     def _kernel(self) -> ModuleType:
         """Imported when first used: it takes a fifth of a second."""
         return importlib.import_module("jattn.kernels.splash.jax_splash")
 
-    def forward(self, platform: str, args: AttentionArgs) -> Results:
-        plan = self._plan(args)
-        (B, T, N, _), D = args.query.shape, args.value.shape[-1]
+    def forward(self, platform: str, call: Call) -> Results:
+        plan = self._plan(call)
+        (B, T, N, _), D = call.query.shape, call.value.shape[-1]
         least = jnp.finfo(jnp.float32).min
         if plan.is_empty:  # splash makes no kernel without blocks
             rows = jnp.zeros((B, T, N), jnp.float32)
-            return jnp.zeros((B, T, N, D), args.value.dtype), rows + least, rows
-        with _settings(args.query.dtype):
-            q, k, v, ids = _inputs(args, plan, None)
+            return jnp.zeros((B, T, N, D), call.value.dtype), rows + least, rows
+        with _settings(call.query.dtype):
+            q, k, v, ids = _inputs(call, plan, None)
             out, lse = self._kernel.forward(self._kernel.make_kernel(plan, N), q, k, v, ids)
             out, lse = _from_heads(out, T), _from_heads(lse, T)
             seen = ~(lse <= self._kernel.HIDDEN / 2)  # a NaN is seen
@@ -127,25 +129,25 @@ class Splash(Kernel):
             return out, jnp.where(seen, lse, least), seen.astype(jnp.float32)
 
     def backward(
-        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+        self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """By splash, with ``do = d_acc`` and ``di = -d_row_sum`` (``of_sums``)."""
-        plan = self._plan(args)
+        plan = self._plan(call)
         row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
-        query, key, value = args.query, args.key, args.value
+        query, key, value = call.query, call.key, call.value
         T, S = query.shape[1], key.shape[1]
         if plan.is_empty:
             return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
         with _settings(query.dtype):
             seen = ~(row_max <= self._kernel.HIDDEN / 2)
-            q, k, v, ids = _inputs(args, plan, seen)
+            q, k, v, ids = _inputs(call, plan, seen)
             zero = jnp.zeros((), jnp.float32)
             do, di = (jnp.where(seen[..., None], d_acc, zero).astype(value.dtype), jnp.where(seen, -d_row_sum, zero))
             lse = jnp.where(seen, row_max, zero)
             do, di, lse = (_to_heads(x, plan.masks[0].padded_lengths[0]) for x in (do, di, lse))
             kernel = self._kernel.make_kernel(plan, query.shape[2])
             dq, dk, dv = self._kernel.backward(kernel, q, k, v, ids, lse, do, di)
-            dq = _scaled(_from_heads(dq, T), args.score_scale)
+            dq = _scaled(_from_heads(dq, T), call.score_scale)
             return dq, _from_heads(dk, S), _from_heads(dv, S)
 
 
@@ -155,18 +157,18 @@ class _PlannedSplash(Splash):
 
     plan: SplashPlan | None = None
 
-    def _plan(self, args: AttentionArgs) -> SplashPlan:
+    def _plan(self, call: Call) -> SplashPlan:
         assert self.plan is not None
         return self.plan
 
 
-def _block_sizes(args: AttentionArgs, settings: Splash) -> tuple[int, int]:
-    (_, T, _, H), S = args.query.shape, args.key.shape[1]
-    return settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
+def _block_sizes(call: Call, settings: Splash) -> tuple[int, int]:
+    (_, T, _, H), S = call.query.shape, call.key.shape[1]
+    return settings.block_sizes or default_block_sizes(T, S, max(H, call.value.shape[-1]))
 
 
-def _soft_cap(args: AttentionArgs) -> float | None:
-    cap = getattr(args.score_mod, "cap", None)
+def _soft_cap(call: Call) -> float | None:
+    cap = getattr(call.score_mod, "cap", None)
     return float(cap) if isinstance(cap, int | float | np.generic | np.ndarray) else None
 
 
@@ -181,17 +183,17 @@ def _settings(dtype: Any) -> Iterator[None]:
         yield
 
 
-def _inputs(args: AttentionArgs, plan: SplashPlan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
+def _inputs(call: Call, plan: SplashPlan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
     """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys (and values) and blind queries are zeros."""
     T, S = plan.masks[0].padded_lengths
-    query, key, value = args.query, args.key, args.value
-    ids = ids_of(args)
-    seen = None if plan.all_keys_seen else seen_keys(args, plan.masks, ids)
+    query, key, value = call.query, call.key, call.value
+    ids = ids_of(call)
+    seen = None if plan.all_keys_seen else seen_keys(call, plan.masks, ids)
     if seen is not None:
         key, value = (jnp.where(seen[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value))
     if seen_queries is not None:
         query = jnp.where(seen_queries[..., None], query, jnp.zeros((), query.dtype))
-    padded = _to_heads(_scaled(query, args.score_scale), T), _to_heads(key, S), _to_heads(value, S)
+    padded = _to_heads(_scaled(query, call.score_scale), T), _to_heads(key, S), _to_heads(value, S)
     if ids is not None:  # nobody sees a padded key: so says the static mask
         ids = pad_end(ids[0], (ids[0].shape[0], T)), pad_end(ids[1], (ids[1].shape[0], S))
     return *padded, ids

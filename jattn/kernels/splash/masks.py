@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from jattn._blocks.block_lists import split_axis
 from jattn._blocks.block_mask import Visibility
-from jattn._core.arguments import AttentionArgs
+from jattn._core.call import Call
 from jattn._mods.arrays import calling, cdiv, without_mesh
 from jattn._mods.closure_convert import Elementwise, depends_on
 from jattn._mods.lookup import ranks
@@ -154,42 +154,42 @@ class SplashPlan:
         return not self.all_keys_seen and not any(mask.seen_keys.any() for mask in self.masks)
 
 
-def head_masks(args: AttentionArgs, size: tuple[int, int]) -> tuple[tuple[HeadMask, ...], bool]:
+def head_masks(call: Call, size: tuple[int, int]) -> tuple[tuple[HeadMask, ...], bool]:
     """The static masks, one for all heads or one for each, in blocks of this size; and whether all keys are seen.
 
     Raises:
         Unsupported: a mask differs by head, and which heads these are is not known.
     """
-    (B, T, N, _), S = args.query.shape, args.key.shape[1]
-    parts = _split(args)
+    (B, T, N, _), S = call.query.shape, call.key.shape[1]
+    parts = _split(call)
     by_head = any(depends_on(mask, 1) for mask in parts.static)
-    if by_head and not isinstance(args.first_head, int):
+    if by_head and not isinstance(call.first_head, int):
         raise Unsupported("implementation='splash' cannot do this: a mask that differs by head, over several devices")
     # Blocks that ids would empty need not be computed either, if the ids are known. An eager call's are not, so that it
     # compiles once for all of them.
     vectors, slot_masks = [], []
-    if isinstance(args.query, Tracer) and isinstance(args.first_batch, int):
+    if isinstance(call.query, Tracer) and isinstance(call.first_batch, int):
         vectors = [mask for mask in (parts.segments, *parts.paddings) if mask is not None and _is_known(mask)]
-        slot_masks = [x for x in args.slot_masks if isinstance(x, np.ndarray)]
+        slot_masks = [x for x in call.slot_masks if isinstance(x, np.ndarray)]
     b = np.arange(B, dtype=np.int32)[:, None]
     masks = []
     for head in range(N) if by_head else range(1):
-        h = np.full((1, 1), head + (args.first_head if by_head else 0), np.int32)
+        h = np.full((1, 1), head + (call.first_head if by_head else 0), np.int32)
         with _at_once():
             every, full = Visibility((T, S), parts.static, (), b, h).blocks(size)
             possible, _ = Visibility((T, S), (*parts.static, *vectors), slot_masks, b, h).blocks(size)
         every, full, possible = (np.asarray(x).reshape(-1, *x.shape[-2:]) for x in (every, full, possible))
         masks.append(HeadMask(parts.static, int(h[0, 0]), (T, S), size, possible.any(0), full.all(0)))
     self_attention = parts.segments is None or parts.segments.kv_ids is None
-    ragged = parts.paddings or args.query_lengths is not None or args.kv_lengths is not None
+    ragged = parts.paddings or call.query_seq_lengths is not None or call.key_value_seq_lengths is not None
     all_keys_seen = not ragged and self_attention and all(mask.has_diagonal for mask in masks)
     return tuple(masks), all_keys_seen
 
 
-def _split(args: AttentionArgs) -> Parts:
+def _split(call: Call) -> Parts:
     """The parts of the masks. At most one ``Segments`` becomes ids; a further one must be static."""
     static, segments, paddings = [], None, []
-    for mask in (part for joined in args.masks for part in conjuncts(joined)):
+    for mask in (part for joined in call.masks for part in conjuncts(joined)):
         if type(mask) is Segments and segments is None:
             segments = known(mask)
         elif type(mask) is Padding:
@@ -199,9 +199,9 @@ def _split(args: AttentionArgs) -> Parts:
     return Parts(tuple(static), segments, tuple(paddings))
 
 
-def mask_reason(args: AttentionArgs) -> str | None:
+def mask_reason(call: Call) -> str | None:
     """The first reason against the call's masks, or None."""
-    parts = _split(args)
+    parts = _split(call)
     if parts.segments is not None:
         tables = (parts.segments.query_ids, parts.segments.kv_ids)
         if not all(np.can_cast(table.dtype, np.int32) for table in tables if table is not None):
@@ -248,31 +248,31 @@ def _is_arithmetic(mask: MaskFunction) -> bool:
         return False
 
 
-def ids_of(args: AttentionArgs) -> tuple[jax.Array, jax.Array] | None:
+def ids_of(call: Call) -> tuple[jax.Array, jax.Array] | None:
     """Ids ``[B,T]`` and ``[B,S]``, equal where ``Segments``, ``Padding`` and the lengths let a query see a key.
 
     What a length hides gets one of two negative ids. Segments then have ranks, which are not negative.
     """
-    parts = _split(args)
-    (B, T), S = args.query.shape[:2], args.key.shape[1]
-    b = args.first_batch + jnp.arange(B, dtype=jnp.int32)
+    parts = _split(call)
+    (B, T), S = call.query.shape[:2], call.key.shape[1]
+    b = call.first_batch + jnp.arange(B, dtype=jnp.int32)
     segments = parts.segments
     limits = [mask.lengths for mask in parts.paddings]
     limits = [jnp.take(jnp.asarray(x), b % x.shape[0]) for x in limits]
-    limits += [] if args.kv_lengths is None else [jnp.asarray(args.kv_lengths)]
-    if segments is None and not limits and args.query_lengths is None:
+    limits += [] if call.key_value_seq_lengths is None else [jnp.asarray(call.key_value_seq_lengths)]
+    if segments is None and not limits and call.query_seq_lengths is None:
         return None
     q_ids, kv_ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
     if segments is not None:
         q_ids = _rows(segments.query_ids, b)
         kv_ids = q_ids if segments.kv_ids is None else _rows(segments.kv_ids, b)
-    if not limits and args.query_lengths is None:
+    if not limits and call.query_seq_lengths is None:
         return q_ids, kv_ids
     if segments is not None:
         both = ranks(jnp.concatenate([q_ids, kv_ids], 1))
         q_ids, kv_ids = both[:, :T], both[:, T:]
-    if args.query_lengths is not None:
-        q_ids = jnp.where(jnp.arange(T) < jnp.asarray(args.query_lengths)[:, None], q_ids, -2)
+    if call.query_seq_lengths is not None:
+        q_ids = jnp.where(jnp.arange(T) < jnp.asarray(call.query_seq_lengths)[:, None], q_ids, -2)
     for limit in limits:
         kv_ids = jnp.where(jnp.arange(S) < limit[:, None], kv_ids, -1)
     return q_ids, kv_ids
@@ -285,7 +285,7 @@ def _rows(table: Any, b: jax.Array) -> jax.Array:
     return jnp.take(table, b % table.shape[0], axis=0)
 
 
-def seen_keys(args: AttentionArgs, masks: tuple[HeadMask, ...], ids: Any) -> jax.Array | None:
+def seen_keys(call: Call, masks: tuple[HeadMask, ...], ids: Any) -> jax.Array | None:
     """Whether any query sees a key, ``[B|1, S, K|1]``; None if it is known while tracing that all are seen.
 
     Exact, because what nobody sees may be NaN, and a NaN that is seen must show. If it depends on ids, that takes a
@@ -311,6 +311,6 @@ def seen_keys(args: AttentionArgs, masks: tuple[HeadMask, ...], ids: Any) -> jax
         nothing = jnp.zeros((q_ids.shape[0], len(masks), S), bool)
         by_head, _ = jax.lax.scan(add, nothing, (blocks, ids_of_blocks))
     if by_head.shape[1] > 1:  # all query heads of a key head
-        K = args.key.shape[2]
+        K = call.key.shape[2]
         by_head = by_head.reshape(by_head.shape[0], K, -1, by_head.shape[2]).any(2)
     return jnp.asarray(by_head).swapaxes(1, 2)

@@ -1,0 +1,242 @@
+"""``Call``: the record of one call of attention, which every implementation takes.
+
+An option is declared here alone: its keyword in a ``TypedDict``, for type checkers, and its field. Checks
+(``jattn._core.arguments``), one head's part (``jattn._core.vmap``), a device's part (``jattn._core.shard``), the parts
+that ``Call.take`` cuts out, and what a kernel says that does not take it follow from the field.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn._core.chunk import Chunk, Slots, slot_indices, take
+from jattn._core.dropout import Dropout
+from jattn._mods.arrays import AnyArray, Index, Length
+from jattn._mods.pytree import pytree_dataclass
+from jattn.masks import MaskFunction
+from jattn.score_mods import ScoreMod
+
+MaskLike = ArrayLike | MaskFunction | Sequence[ArrayLike | MaskFunction]
+
+
+class ModOptions(TypedDict, total=False):
+    """The keywords that change scores, of one head, of all heads, and of Flax's modules."""
+
+    scale: ArrayLike | None
+    score_mod: ScoreMod | None
+
+
+class SharedOptions(ModOptions, total=False):
+    """Those of one head and of all heads."""
+
+    query_positions: ArrayLike | None
+    kv_positions: ArrayLike | None
+    precision: jax.lax.PrecisionLike
+
+
+class HeadOptions(SharedOptions, total=False):
+    """The keywords of ``jattn.attend`` except ``head``."""
+
+    mask: MaskLike | None
+    bias: Float[Array, "#T #S"] | None
+    batch: ArrayLike | None
+    dropout: tuple[float, Array] | Dropout | None
+
+
+class ScoreOptions(SharedOptions, total=False):
+    """The keywords of ``jattn.dot_product_attention`` that affect the weights, except ``bias``, ``mask`` and sinks."""
+
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Those that affect the output: all its keywords except ``bias``, ``mask`` and what is computed and returned."""
+
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+
+
+@pytree_dataclass
+class Stack:
+    """The arrays of all layers of which a call's key and value are one, for kernels that read these where they are.
+
+    XLA copies a layer to hand it to a kernel, which takes as long as to attend to it. What a kernel does not read of
+    ``Call.key`` and ``value`` is not copied. What is differentiated has none (``jattn.api.attend_in_stack``).
+    """
+
+    key: Float[Array, "L B S K H"]
+    value: Float[Array, "L B S K D"]
+    layer: Any  # an index
+
+    def take(self, columns: Chunk) -> tuple[Array, Array]:
+        """The layer's keys and values in these slots."""
+
+        def part(x: Array) -> Array:
+            _, B, _, K, H = x.shape
+            at = [jnp.asarray(i, jnp.int32) for i in (self.layer, 0, columns.first, 0, 0)]
+            return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
+
+        return part(self.key), part(self.value)
+
+
+def _option(
+    axes: str = "", *, kind: Any = None, refused: str | None = None, static: bool = False, default: Any = None
+) -> Any:
+    """A field of ``Call``.
+
+    Args:
+        axes: those of its array, letters of the legend in lower case; ``c`` is S, of all devices in a ring. One after
+            ``#`` may be 1 for what all share, and be left out in front.
+        kind: what its entries are: ``jnp.floating``, ``jnp.integer`` or ``bool``.
+        refused: the reason against the call of a kernel that does not take it; without one, every kernel does.
+        static: whether it is part of the program, and hashable.
+    """
+    metadata = {"axes": tuple(re.findall("#?[a-z]", axes)), "kind": kind, "refused": refused, "static": static}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@pytree_dataclass
+class Call:
+    """One checked call of attention: of all heads of all sequences, or, without the axes b, n and k, of one head.
+
+    ``bias`` and ``slot_masks`` are by slot. ``masks`` and ``score_mod`` see positions, None for the slots themselves.
+    Masks and positions given as NumPy arrays stay NumPy arrays, which are static while tracing. Sinks are not part of
+    it; they are merged into the result (``jattn._core.sinks``).
+    """
+
+    query: Array = _option("btnh", kind=jnp.floating)
+    key: Array = _option("bskh", kind=jnp.floating)
+    value: Any = _option("bskd", kind=jnp.floating)  # None if only the weights are needed
+    scale: AnyArray | int | float | None = _option()  # None: 1 / sqrt(H)
+    bias: Array | None = _option("#b#n#t#c", kind=jnp.floating, refused="it takes no bias")
+    # A pair is visible if all masks and slot_masks agree.
+    masks: tuple[MaskFunction, ...] = _option(default=(), refused="it takes no masks")
+    slot_masks: tuple[AnyArray, ...] = _option("#b#n#t#c", kind=bool, default=(), refused="it takes no mask array")
+    # Also among the slot_masks.
+    query_seq_lengths: AnyArray | None = _option("b", kind=jnp.integer, refused="it takes no lengths of queries")
+    key_value_seq_lengths: AnyArray | None = _option("b", kind=jnp.integer, refused="it takes no lengths of keys")
+    score_mod: ScoreMod | None = _option(refused="it takes no score_mod")
+    query_positions: AnyArray | None = _option("#bt", kind=jnp.integer, refused="it takes no positions of queries")
+    kv_positions: AnyArray | None = _option("#bs", kind=jnp.integer, refused="it takes no positions of keys")
+    dropout: Dropout | None = _option(refused="it takes no dropout")
+    # The indices of its first sequence and head, which masks, score functions and dropout see.
+    first_batch: Index = _option(default=0)
+    first_head: Index = _option(default=0)
+    stack: Stack | None = _option()  # of exactly this key and value; a call with others has none
+    precision: jax.lax.PrecisionLike = _option(static=True, refused="it has no precision setting")
+    sharded: bool = _option(static=True, default=False)  # it may lie on several devices; set by ``canonical``
+
+    @property
+    def lengths(self) -> tuple[Length, Length]:
+        """T and S."""
+        axis = int(self.query.ndim == 4)
+        return self.query.shape[axis], self.key.shape[axis]
+
+    @property
+    def score_scale(self) -> AnyArray | int | float:
+        """``scale``, the default as a number."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def indices(self) -> tuple[Any, Any, Array, Array]:
+        """Of one head, what masks, score functions and dropout see: ``(b, h, q_idx [T,1], kv_idx [1,S])``."""
+        rows, columns = (
+            jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+            for length, positions in zip(self.lengths, (self.query_positions, self.kv_positions), strict=True)
+        )
+        return self.first_batch, self.first_head, jnp.asarray(rows)[:, None], jnp.asarray(columns)[None, :]
+
+    def has(self, option: str) -> bool:
+        """Whether an option is given, by its field; ``slot_masks``: besides those that are made of lengths."""
+        value = getattr(self, option)
+        if not isinstance(value, tuple):
+            return value is not None
+        lengths = (self.query_seq_lengths, self.key_value_seq_lengths) if option == "slot_masks" else ()
+        return len(value) > sum(x is not None for x in lengths)
+
+    def take(
+        self,
+        *,
+        rows: Slots | None = None,
+        columns: Slots | None = None,
+        heads: Chunk | None = None,
+        pair_columns: Slots | None = None,
+    ) -> "Call":
+        """The call for some of its queries and heads, over some of its keys.
+
+        Bias and mask arrays are cut, too. Masks, score functions and dropout see the indices that they see in the whole
+        call: positions, which are the slots taken unless given, and heads. The lengths count slots of the whole call,
+        so only the mask arrays made from them remain.
+
+        Args:
+            rows, columns: the slots of queries and of keys.
+            heads: key/value heads, with the query heads that share them.
+            pair_columns: the columns of bias and mask arrays, if they are others.
+        """
+        group = self.query.shape[2] // self.key.shape[2]
+        query_heads = None if heads is None else Chunk(heads.first * group, heads.size * group)
+        pair_columns = columns if pair_columns is None else pair_columns
+        slots = {"t": rows, "s": columns, "c": pair_columns, "k": heads, "n": query_heads}
+
+        def cut(x: AnyArray, axes: Sequence[str]) -> AnyArray:
+            for axis, letter in enumerate(axes):
+                part = slots.get(letter[-1])
+                if part is not None and not (letter[0] == "#" and x.shape[axis] == 1):
+                    x = take(x, part, axis)
+            return x
+
+        fields: dict[str, Any] = {}
+        for name, (axes, _) in ARRAYS.items():
+            fields[name] = jax.tree.map(lambda x, axes=axes: cut(x, axes), getattr(self, name))
+        for positions, lengths, part in (
+            ("query_positions", "query_seq_lengths", rows),
+            ("kv_positions", "key_value_seq_lengths", columns),
+        ):
+            if part is not None:
+                fields[lengths] = None
+                if fields[positions] is None:
+                    fields[positions] = slot_indices(part)[None]
+        if query_heads is not None:
+            fields["first_head"] = self.first_head + query_heads.first
+        stack = self.stack if columns is None and heads is None else None
+        return dataclasses.replace(self, stack=stack, **fields)
+
+    def __repr__(self) -> str:
+        """Its fields that are not the defaults, with the types of arrays."""
+        shown = jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, self)
+        fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not f.default)
+        return f"Call({', '.join(f'{name}={getattr(shown, name)!r}' for name in fields)})"
+
+
+class _Shown:
+    def __init__(self, array: AnyArray):
+        self.text = f"{array.dtype}{list(array.shape)}"
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+_FIELDS = {field.name: field.metadata for field in dataclasses.fields(Call)}
+# By field: the axes of its arrays, those that may be shared after ``#``, and what their entries are.
+ARRAYS: Mapping[str, tuple[tuple[str, ...], Any]] = {
+    name: (of["axes"], of["kind"]) for name, of in _FIELDS.items() if of["axes"]
+}
+# The letters of the axes alone.
+AXES: Mapping[str, str] = {name: "".join(axes).replace("#", "") for name, (axes, _) in ARRAYS.items()}
+# By option: the words with which a kernel refuses it.
+REFUSED: Mapping[str, str] = {name: of["refused"] for name, of in _FIELDS.items() if of["refused"]}
+
+
+def softmax_dtype(x: Array) -> Any:
+    """The dtype of scores, weights and lse: float32, or float64 for float64 input."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
