@@ -9,11 +9,12 @@ from jaxtyping import Array, ArrayLike
 
 from jattn._blocks.reduction import FoldStep
 from jattn._core import shard
-from jattn._core.arguments import flag, make_call, make_lse
+from jattn._core.arguments import make_call, make_lse
 from jattn._core.call import AttentionOptions, Call, ScoreOptions, Stack
 from jattn._core.sinks import add_sinks, check_sinks, share_of_keys
 from jattn._mods.keywords import suggest_keywords
 from jattn._mods.pytree import split_arrays
+from jattn._mods.validation import flag
 from jattn.kernels import Implementation, OverDevices, dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import check_implementation, choose, explain_choice

@@ -13,13 +13,13 @@ from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
 from jattn import _flax
-from jattn._core import shard
 from jattn._core.call import softmax_dtype
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
 from jattn.multi_head import CallOptions, common_dtype, statistics_of
 from jattn.score_mods import ScoreMod
+from jattn.sharding._dot_general import dot_general
 
 __all__ = [
     "MultiHeadAttention",
@@ -336,7 +336,7 @@ class MultiHeadDotProductAttention(nn.Module):
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
-            dot_general=self.out_dot_general or shard.dot_general,
+            dot_general=self.out_dot_general or dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
             **self._linear_options(),

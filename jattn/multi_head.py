@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn._core.call import AttentionOptions, ModOptions, ScoreOptions
-from jattn._core.shard import dot_general
 from jattn._mods.arrays import Length, namespace
 from jattn.api import attend_in_stack, attention_weights, dot_product_attention
 from jattn.cache import KVCache, append_chunk, nan_if_overflowed, stack_of, visible_keys
@@ -23,6 +22,7 @@ from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
+from jattn.sharding._dot_general import dot_general
 from jattn.sharding._head_parallel import OverMesh
 from jattn.sharding._split_keys import for_cache
 

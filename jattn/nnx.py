@@ -13,13 +13,13 @@ from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
 from jattn import _flax
-from jattn._core import shard
 from jattn._mods.keywords import suggest_keywords
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
 from jattn.multi_head import CallOptions, statistics_of
 from jattn.score_mods import ScoreMod
+from jattn.sharding._dot_general import dot_general
 
 __all__ = ["MultiHeadAttention", "dot_product_attention", "dot_product_attention_weights"]
 
@@ -240,7 +240,7 @@ class MultiHeadAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
             promote_dtype=out_promote_dtype,
-            dot_general=out_dot_general or shard.dot_general,
+            dot_general=out_dot_general or dot_general,
             dot_general_cls=out_dot_general_cls,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
             bias_metadata=out_bias_metadata or bias_metadata,

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -15,7 +16,7 @@ from jattn._blocks.block import BlockPlan
 from jattn._blocks.block_lists import Piece, Size, Tables, choose_blocks
 from jattn._blocks.block_mask import Visibility
 from jattn._core.call import Call
-from jattn._core.vmap import Loop, over_call
+from jattn._core.vmap import Lift, over_call, sequential_vmap
 from jattn._mods.arrays import AnyArray, Length, arange, cdiv
 
 BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
@@ -25,13 +26,13 @@ class HeadsPlan(NamedTuple):
     """How to split all heads, with the tables of all sequences, and how to run heads and sequences."""
 
     blocks: BlockPlan
-    heads: Loop
-    sequences: Loop
+    heads: Lift
+    sequences: Lift
 
     @property
     def all_at_once(self) -> bool:
         """Whether every step computes a block of all heads of all sequences."""
-        return self.heads == self.sequences == Loop.VMAP
+        return self.heads is self.sequences is jax.vmap
 
     def over_heads(
         self,
@@ -45,9 +46,10 @@ class HeadsPlan(NamedTuple):
     ) -> PyTree[Array]:
         """``one_head(head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
 
-        The rest as in ``over_call``.
+        ``recompute``: whether the backward pass computes a head that runs by itself again, instead of saving its
+        residuals. The rest as in ``over_call``.
         """
-        count = len(per_head)
+        count, by_itself = len(per_head), self.heads is sequential_vmap
 
         def with_plan(head: Call, *arrays: Any) -> PyTree:
             tables = {"any_visible": arrays[count], "all_visible": arrays[count + 1]}
@@ -60,8 +62,7 @@ class HeadsPlan(NamedTuple):
             per_head=per_head,
             per_sequence=(self.blocks.any_visible, self.blocks.all_visible, *per_sequence),
             sequences=self.sequences,
-            heads=self.heads,
-            recompute=recompute,
+            heads=functools.partial(sequential_vmap, recompute=recompute) if by_itself else self.heads,
         )
 
 
@@ -79,10 +80,10 @@ def plan_call(platform: str, call: Call, sizes: BlockSizes, *, forward: bool = F
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
     blocks = BlockPlan(size, any_visible, all_visible, visibility(call).all_seen(), pieces)
     if call.sharded:
-        return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
+        return HeadsPlan(blocks, jax.vmap, jax.vmap)
     if platform == "cpu":
-        return HeadsPlan(blocks, Loop.SEQUENTIAL, Loop.SEQUENTIAL)
-    return HeadsPlan(blocks, Loop.VMAP, Loop.SEQUENTIAL if any_visible.shape[0] > 1 else Loop.VMAP)
+        return HeadsPlan(blocks, sequential_vmap, sequential_vmap)
+    return HeadsPlan(blocks, jax.vmap, sequential_vmap if any_visible.shape[0] > 1 else jax.vmap)
 
 
 def plan_head(platform: str, head: Call, block_sizes: BlockSizes, *, forward: bool = False) -> BlockPlan:

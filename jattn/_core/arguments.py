@@ -4,7 +4,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -16,7 +15,17 @@ from jattn._mods.arrays import AnyArray, Length, arange
 from jattn._mods.closure_convert import depends_on
 from jattn._mods.keywords import suggest_keywords
 from jattn._mods.pytree import known
-from jattn._mods.validation import LARGEST, check_array, check_fits, check_signature, pair, to_int32, to_number
+from jattn._mods.validation import (
+    LARGEST,
+    as_array,
+    check_array,
+    check_fits,
+    check_signature,
+    flag,
+    pair,
+    to_int32,
+    to_number,
+)
 from jattn.masks import Causal, SlidingWindow
 
 _KINDS = {jnp.floating: "floating", jnp.integer: "integers", bool: "bool"}
@@ -182,23 +191,6 @@ def masks_of_lengths(
     if kv_lengths is not None:
         masks.append(kv_idx[None, None, None, :] < kv_lengths[:, None, None, None])
     return masks
-
-
-def as_array(name: str, x: object) -> AnyArray:
-    """The argument ``name`` as an array; one of NumPy or JAX stays what it is."""
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        return np.asarray(x) if isinstance(x, np.generic) else x
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
-
-
-def flag(name: str, x: object) -> bool:
-    """A Python bool, checked."""
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, and known while tracing, got {x!r}")
-    return bool(x)
 
 
 def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float:

@@ -78,16 +78,6 @@ class Stack:
     value: Float[Array, "L B S K D"]
     layer: Any  # an index
 
-    def take(self, columns: Chunk) -> tuple[Array, Array]:
-        """The layer's keys and values in these slots."""
-
-        def part(x: Array) -> Array:
-            _, B, _, K, H = x.shape
-            at = [jnp.asarray(i, jnp.int32) for i in (self.layer, 0, columns.first, 0, 0)]
-            return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
-
-        return part(self.key), part(self.value)
-
 
 def _option(
     axes: str = "", *, kind: Any = None, refused: str | None = None, static: bool = False, default: Any = None

@@ -1,7 +1,4 @@
-"""Attention over parts of the keys: ``merge`` joins the results of two, ``unmerge`` takes one out of the whole.
-
-``merge_devices`` joins those of the devices of a mesh.
-"""
+"""Attention over parts of the keys: ``merge`` joins the results of two, ``unmerge`` takes one out of the whole."""
 
 import math
 
@@ -41,25 +38,6 @@ def merge(
     share_a, share_b = ((part / row_sum)[..., None] for part in (sum_a, sum_b))
     out = out_a.astype(lse.dtype) * share_a + out_b.astype(lse.dtype) * share_b
     return out.astype(out_a.dtype), lse
-
-
-def merge_devices(
-    out: Float[Array, "*rows D"], lse: Float[Array, "*rows"], axes: tuple[str, ...]
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """``merge`` of the results of all devices along mesh ``axes``, on each of them; inside ``jax.shard_map``.
-
-    Two all-reduces: the largest lse of each row, then the sums of ``e^(lse - largest)`` and of ``out`` times it,
-    together. An all-reduce takes a sum or a maximum and no function of both, and no device knows a bound of the
-    others' lse; an all-gather would do with one, but hold every device's ``out``.
-    """
-    row_max = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
-    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
-    part = jnp.exp(lse - row_max)[..., None]
-    sums = jax.lax.psum(jnp.concatenate([out.astype(lse.dtype) * part, part], -1), axes)
-    acc, row_sum = sums[..., :-1], sums[..., -1]
-    seen = row_sum != 0.0
-    row_sum = jnp.where(seen, row_sum, 1.0)  # 1, as in ``merge``
-    return (acc / row_sum[..., None]).astype(out.dtype), jnp.where(seen, row_max + jnp.log(row_sum), -jnp.inf)
 
 
 def unmerge(

@@ -7,12 +7,11 @@ indices: each part knows its first sequence and head, and positions are data.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Concatenate
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn._core.attention import convert_mods
@@ -51,7 +50,7 @@ class MeshAxes:
 
     def with_types(self, query: Array) -> "MeshAxes":
         """With the axes of sequences and heads from the query's type, unless already given."""
-        mesh, axes = _explicit(query)
+        mesh, axes = explicit_axes(query)
         if mesh is None or mesh.shape != self.mesh.shape:
             return self
         batch, heads = (tuple(name for name in names if name not in self.named) for names in (axes[0], axes[2]))
@@ -101,27 +100,6 @@ class MeshAxes:
         return f"mesh {'axes' if len(getattr(self, kind)) > 1 else 'axis'} {' and '.join(sizes)}"
 
 
-def axes_by_kind(
-    mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
-) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each kind, from the name of its argument and its value.
-
-    Raises:
-        ValueError: the mesh has no such axis, or an axis appears twice.
-    """
-    by_kind: dict[str, tuple[str, ...]] = {}
-    for kind, (argument, axes) in arguments.items():
-        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        for i, name in enumerate(names):
-            if name not in mesh.shape:
-                has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
-                raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
-            if name in names[:i] or any(name in others for others in by_kind.values()):
-                raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
-        by_kind[kind] = names
-    return by_kind
-
-
 def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
     """``fn(call, *arrays)``, on each device's part if the query's type says that it is sharded.
 
@@ -133,53 +111,14 @@ def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: 
     return per_device(fn, call, mesh_axes, out_axes, *extra)
 
 
-def dot_general(
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: jax.lax.DotDimensionNumbers,
-    precision: jax.lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> Array:
-    """``jax.lax.dot_general`` that also accepts a sharded contracted axis without an ``out_sharding``.
-
-    The result is then summed over the devices and keeps the sharding of the remaining axes: ``sum_i z_i W_i^O`` with a
-    head on each device.
-    """
-    if out_sharding is None:
-        (contracted, others), (batch, batch_others) = dimension_numbers
-        mesh, left = _explicit(lhs)
-        _, right = _explicit(rhs)
-        if not batch and any(left[axis] for axis in contracted) and any(right[axis] for axis in others):
-            rest = [names for axis, names in enumerate(left) if axis not in contracted]
-            rest += [names for axis, names in enumerate(right) if axis not in others]
-            out_sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in rest)))
-    return jax.lax.dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-    )
-
-
-def with_whole_axis(x: Array, axis: int) -> Array:
-    """``x``, with ``axis`` whole on every device if its type says that it is sharded.
-
-    On other meshes XLA partitions the work by itself.
-    """
-    mesh, axes = _explicit(x)
-    axis %= x.ndim
-    if not axes[axis]:
-        return x
-    spec = (None if i == axis else names or None for i, names in enumerate(axes))
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
 def mesh_axes_of(call: Call) -> MeshAxes | None:
     """The mesh axes in the query's type; None if the type does not say.
 
     Raises:
         ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
     """
-    mesh, axes = _explicit(call.query)
-    if not any(axes) and not any(any(_explicit(x)[1]) for x in (call.key, call.value) if x is not None):
+    mesh, axes = explicit_axes(call.query)
+    if not any(axes) and not any(any(explicit_axes(x)[1]) for x in (call.key, call.value) if x is not None):
         return None
     batch, length, heads, dim = axes
     for label, names, hint in (
@@ -191,7 +130,7 @@ def mesh_axes_of(call: Call) -> MeshAxes | None:
             raise ValueError(f"the queries' {label} is sharded over {sizes}, but attention needs it whole: {hint}")
     for name in ("key", "value"):
         other = getattr(call, name)
-        of_batch, of_length, of_heads, of_dim = _explicit(other)[1] if other is not None else ((),) * 4
+        of_batch, of_length, of_heads, of_dim = explicit_axes(other)[1] if other is not None else ((),) * 4
         if of_batch not in ((), batch) or of_length or of_heads not in ((), heads) or of_dim:
             raise ValueError(
                 f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(call.query)}: sequences and heads "
@@ -201,7 +140,7 @@ def mesh_axes_of(call: Call) -> MeshAxes | None:
     return MeshAxes(mesh, batch, heads)
 
 
-def _explicit(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
+def explicit_axes(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
     """The mesh in an array's type, and for each of its axes the explicit mesh axes it is sharded over."""
     sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
@@ -239,7 +178,7 @@ def may_be_sharded(call: Call) -> bool:
 
 def is_typed(x: Array) -> bool:
     """Whether the array's type says that it is sharded."""
-    return any(_explicit(x)[1])
+    return any(explicit_axes(x)[1])
 
 
 def per_device(

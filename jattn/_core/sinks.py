@@ -7,10 +7,9 @@ its lse, which ``merge`` joins to the result. So no kernel knows of it, and its 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn._core.arguments import as_array
 from jattn._core.merge import merge
 from jattn._mods.arrays import Length
-from jattn._mods.validation import check_array
+from jattn._mods.validation import as_array, check_array
 
 
 def check_sinks(sinks: ArrayLike, num_heads: Length) -> Array:

@@ -1,7 +1,6 @@
 """Maps a function of one head over all heads of a sequence, and over all sequences of a call."""
 
 import dataclasses
-import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,13 +19,6 @@ from jattn._mods.arrays import AnyArray
 HeadFunction = Callable[Concatenate[Array, Array, Any, ...], PyTree]
 Mapped = Callable[..., PyTree]
 Lift = Callable[..., Mapped]  # ``jax.vmap``, or a loop: ``(fn, in_axes, out_axes) -> fn over an axis``
-
-
-class Loop(enum.Enum):
-    """How ``over_call`` runs one head's function for many: all at once, or one by one with only one's arrays live."""
-
-    VMAP = "vmap"
-    SEQUENTIAL = "sequential"
 
 
 def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.vmap) -> Mapped:
@@ -117,12 +109,6 @@ def sequential_vmap(
     return mapped
 
 
-def _vmap(loop: Loop, recompute: bool = False) -> Lift:
-    if loop == Loop.VMAP:
-        return jax.vmap
-    return functools.partial(sequential_vmap, recompute=recompute)
-
-
 def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
     """``arrays`` for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others are mapped."""
     shared = [x is None or x.shape[0] == 1 for x in arrays]
@@ -152,9 +138,8 @@ def over_call(
     *,
     per_head: Sequence[Any] = (),
     per_sequence: Sequence[Any] = (),
-    sequences: Loop = Loop.VMAP,
-    heads: Loop = Loop.VMAP,
-    recompute: bool = False,
+    sequences: Lift = jax.vmap,
+    heads: Lift = jax.vmap,
 ) -> Any:
     """``one_head(head, *per_head, *per_sequence)`` for every head of every sequence, ``head`` a ``Call`` of one head.
 
@@ -162,8 +147,7 @@ def over_call(
         out_axes: as in ``over_heads``, without the batch axis, which comes first.
         per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
             is 1 stay NumPy arrays.
-        sequences, heads: how to run them.
-        recompute: whether the backward pass computes sequential heads again, instead of saving each one's residuals.
+        sequences, heads: ``sequential_vmap`` to run them one by one, with only one's arrays live.
     """
     of_heads, of_sequences = {}, {}
     for name in AXES.keys() - {"query", "key", "value", "query_seq_lengths", "key_value_seq_lengths"}:
@@ -185,10 +169,10 @@ def over_call(
             return one_head(head, *rest, *of_sequence)
 
         index, arrays = call.first_head + jnp.arange(call.query.shape[2]), arrays[: len(head_arrays)]
-        return over_heads(with_fields, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *arrays)
+        return over_heads(with_fields, out_axes, lift=heads)(query, key, value, index, *arrays)
 
     batch = call.first_batch + jnp.arange(call.query.shape[0])
     value_axis = None if call.value is None else 0
-    return _vmap(sequences)(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
+    return sequences(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
         batch, call.query, call.key, call.value, *arrays
     )

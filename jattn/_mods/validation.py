@@ -40,6 +40,23 @@ def _clipped(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
+def as_array(name: str, x: object) -> AnyArray:
+    """The argument ``name`` as an array; one of NumPy or JAX stays what it is."""
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return np.asarray(x) if isinstance(x, np.generic) else x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
+
+
+def flag(name: str, x: object) -> bool:
+    """A Python bool, checked."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, and known while tracing, got {x!r}")
+    return bool(x)
+
+
 def to_number(argument: str, x: Any) -> AnyArray | int | float:
     """A real number: a Python number if it is known, otherwise a scalar array."""
     dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jattn._blocks.reduction import lowest_score
 from jattn._core.call import Call
-from jattn._core.shard import with_whole_axis
+from jattn._core.shard import explicit_axes
 from jattn._mods.arrays import AnyArray, Bools, namespace
 from jattn._mods.lookup import look_up_row
 from jattn._mods.mask import conjuncts
@@ -76,7 +77,7 @@ def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArr
     if isinstance(both, np.ndarray | np.generic) and both.all():
         return None
     # Hidden keys between shown ones are not padding.
-    both = with_whole_axis(jnp.asarray(both), 1)
+    both = _with_whole_axis(jnp.asarray(both), 1)
     return (jnp.cumsum(both, axis=1) > 0) & (jnp.cumsum(both[:, ::-1], axis=1)[:, ::-1] > 0)
 
 
@@ -89,7 +90,7 @@ def _of_pairs(visible: AnyArray) -> AnyArray:
 def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array]:
     """Int32 ``[B|1,length]``: how many earlier entries have the same ids, and the last of them, or -1."""
     length = min(x.shape[-1] for x in ids) if len(ids) > 1 else ids[0].shape[-1]
-    rows = [with_whole_axis(jnp.atleast_2d(jnp.asarray(x)), 1)[:, :length] for x in ids]
+    rows = [_with_whole_axis(jnp.atleast_2d(jnp.asarray(x)), 1)[:, :length] for x in ids]
     rows = jnp.broadcast_arrays(*(x.astype(jnp.int32) if x.dtype == bool else x for x in rows))
     index = jax.lax.broadcasted_iota(jnp.int32, rows[0].shape, 1)
     *rows, order = jax.lax.sort((*rows, index), dimension=1, num_keys=len(rows) + 1)
@@ -103,3 +104,16 @@ def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array]:
 
 def _at(ranks: Array, positions: AnyArray) -> AnyArray:
     return look_up_row(ranks, np.arange(ranks.shape[0])[:, None], positions)[0]
+
+
+def _with_whole_axis(x: Array, axis: int) -> Array:
+    """``x``, with ``axis`` whole on every device if its type says that it is sharded.
+
+    On other meshes XLA partitions the work by itself.
+    """
+    mesh, axes = explicit_axes(x)
+    axis %= x.ndim
+    if not axes[axis]:
+        return x
+    spec = (None if i == axis else names or None for i, names in enumerate(axes))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn._core import shard
+from jattn.sharding import _dot_general as sharded
 
 FEW = 4  # rows; the weight is read once for each
 LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when they are converted
@@ -22,7 +22,7 @@ LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, **options: Any) -> Array:
     """``jax.lax.dot_general`` of ``lhs [..., in]`` and a weight ``rhs``, ``[in, ...]`` or ``[..., in]``."""
     (contracted, others), (batch, _) = dimension_numbers
-    by_product = functools.partial(shard.dot_general, dimension_numbers=dimension_numbers, **options)
+    by_product = functools.partial(sharded.dot_general, dimension_numbers=dimension_numbers, **options)
     rows = math.prod(size for axis, size in enumerate(lhs.shape) if axis not in contracted)
     leading = tuple(others) == tuple(range(len(others)))
     trailing = tuple(others) == tuple(range(rhs.ndim - len(others), rhs.ndim))

@@ -9,7 +9,7 @@ that no query sees are not read: empty slots of a cache cost nothing. The sums o
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,12 +117,19 @@ def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Cal
     columns = Chunk(first, size)
     part = dataclasses.replace(call.take(columns=columns), query_seq_lengths=None)  # also a mask array
     if call.stack is not None:
-        key, value = call.stack.take(columns)
-        part = dataclasses.replace(part, key=key, value=value)
+        of_layer = functools.partial(_slots_of_layer, call.stack.layer, columns)
+        part = dataclasses.replace(part, key=of_layer(call.stack.key), value=of_layer(call.stack.value))
     if begin is None:
         return dataclasses.replace(part, masks=(), slot_masks=())
     new = (slot_indices(columns) >= begin)[None, None, None, :]
     return dataclasses.replace(part, slot_masks=(*part.slot_masks, new))
+
+
+def _slots_of_layer(layer: Any, columns: Chunk, x: Array) -> Array:
+    """One layer of ``[L,B,S,K,...]`` in these slots."""
+    _, B, _, K, H = x.shape
+    at = [jnp.asarray(i, jnp.int32) for i in (layer, 0, columns.first, 0, 0)]
+    return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
 
 
 def _add(state: Accumulator, call: Call, products: "Products") -> Accumulator:

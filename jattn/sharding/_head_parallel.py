@@ -6,11 +6,12 @@ from typing import Any, ClassVar, Unpack
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn._core import shard
 from jattn._core.call import AttentionOptions, Call
-from jattn._core.shard import MeshAxes, axes_by_kind
+from jattn._core.shard import MeshAxes
 from jattn.api import dot_product_attention
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
@@ -197,3 +198,24 @@ def head_parallel_attention(
     by_head = HeadParallel(mesh, axis_name, batch_axis, implementation)
     static: dict[str, Any] = {"implementation": by_head, "return_residual": return_residual}
     return dot_product_attention(query, key, value, bias, mask, **static, **options)
+
+
+def axes_by_kind(
+    mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each kind, from the name of its argument and its value.
+
+    Raises:
+        ValueError: the mesh has no such axis, or an axis appears twice.
+    """
+    by_kind: dict[str, tuple[str, ...]] = {}
+    for kind, (argument, axes) in arguments.items():
+        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for i, name in enumerate(names):
+            if name not in mesh.shape:
+                has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
+                raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
+            if name in names[:i] or any(name in others for others in by_kind.values()):
+                raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
+        by_kind[kind] = names
+    return by_kind

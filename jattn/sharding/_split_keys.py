@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jattn._core import shard
 from jattn._core.arguments import masks_of_lengths
 from jattn._core.call import Call, softmax_dtype
-from jattn._core.merge import merge_devices
-from jattn._core.shares import axes_of
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, choose
 from jattn.sharding._head_parallel import Axes, OnOwnPart, OnPart, in_units
+from jattn.sharding._shares import axes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +121,25 @@ class SplitKeys(OnOwnPart):
 
         call = dataclasses.replace(call, slot_masks=call.slot_masks[: call.has("slot_masks")])
         return shard.per_device(on_part, call, mesh_axes, out_axes, *extra)
+
+
+def merge_devices(
+    out: Float[Array, "*rows D"], lse: Float[Array, "*rows"], axes: tuple[str, ...]
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """``merge`` of the results of all devices along mesh ``axes``, on each of them; inside ``jax.shard_map``.
+
+    Two all-reduces: the largest lse of each row, then the sums of ``e^(lse - largest)`` and of ``out`` times it,
+    together. An all-reduce takes a sum or a maximum and no function of both, and no device knows a bound of the
+    others' lse; an all-gather would do with one, but hold every device's ``out``.
+    """
+    row_max = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
+    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+    part = jnp.exp(lse - row_max)[..., None]
+    sums = jax.lax.psum(jnp.concatenate([out.astype(lse.dtype) * part, part], -1), axes)
+    acc, row_sum = sums[..., :-1], sums[..., -1]
+    seen = row_sum != 0.0
+    row_sum = jnp.where(seen, row_sum, 1.0)  # 1, as in ``merge``
+    return (acc / row_sum[..., None]).astype(out.dtype), jnp.where(seen, row_max + jnp.log(row_sum), -jnp.inf)
 
 
 def for_cache(sharding: NamedSharding, implementation: str | None) -> SplitKeys:

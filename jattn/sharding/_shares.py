@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jattn._core.shard import MeshAxes, axes_by_kind, map_shards
+from jattn._core.shard import MeshAxes, map_shards
+from jattn.sharding._head_parallel import axes_by_kind
 
 
 def axes_of(sharding: NamedSharding) -> MeshAxes:
