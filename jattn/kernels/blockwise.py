@@ -13,7 +13,7 @@ from jattn._blocks.reduction import Reduction, fold_blocks, reduce_weights
 from jattn._core import deferred
 from jattn._core.call import Call, softmax_dtype
 from jattn._core.vmap import canonical
-from jattn.kernels.kernel import ReducingKernel, Results
+from jattn.kernels.kernel import MIN_PAIRS, MIN_SCORES, ReducingKernel, Results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Blockwise(ReducingKernel):
     """
 
     name: ClassVar[str] = "blockwise"
+    pays_when: ClassVar[str] = f"faster from T * S = {MIN_PAIRS}, saves memory from B * N * T * S = {MIN_SCORES}"
     backward_is_for_qkv_alone: ClassVar[bool] = True
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True

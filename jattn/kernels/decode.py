@@ -27,8 +27,11 @@ from jattn._core.chunk import Chunk, slot_indices
 from jattn._core.dropout import drop
 from jattn._core.vmap import canonical, over_call
 from jattn._mods.arrays import Length
-from jattn.kernels.kernel import PlainKernel
+from jattn.kernels.kernel import FEW, PlainKernel
 
+# It pays from this many numbers in the keys per query on, and up to this T * K: multiplying all query heads with all
+# key heads then costs less than transposing the keys (measured on CPU).
+MIN_KEYS, MAX_ROWS = 2**20, 64
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 
 
@@ -45,9 +48,19 @@ class Decode(PlainKernel):
     """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "decode"
+    pays_when: ClassVar[str] = (
+        f"faster on CPU for fewer than {FEW} queries, T * K up to {MAX_ROWS}, and {MIN_KEYS} or more numbers in the "
+        "keys per query"
+    )
     wide_query: ClassVar[bool] = True
 
     chunk: int | None = None
+
+    def pays(self, call: Call) -> bool:
+        (B, T), (S, K, H) = call.query.shape[:2], call.key.shape[1:]
+        if not all(isinstance(size, int) for size in (T, S, K, H)):
+            return False
+        return 0 < T < FEW and K * T <= MAX_ROWS and (B if isinstance(B, int) else 1) * S * K * H >= T * MIN_KEYS
 
     def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
         sizes = *call.query.shape[1:], *call.key.shape[1:3], *([] if call.value is None else call.value.shape[3:])

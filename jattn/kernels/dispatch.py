@@ -1,7 +1,6 @@
 """Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -28,28 +27,15 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (Decode(), Blockwise(), Dense(), Cudnn(), Splash(), PallasTPU(), PallasGPU(), Native())
 }
-# What ``implementation=None`` takes on a platform: the first that pays off (``_pays``) and supports the call. Kernels
-# that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is passed
-# over.
+# What ``implementation=None`` takes on a platform: the first that pays off (``Kernel.pays``) and supports the call.
+# Kernels that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
+# passed over.
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "decode", "blockwise", "xla"),
     "cuda": ("cudnn", "pallas_gpu", "blockwise", "xla"),
     "rocm": ("blockwise", "xla"),
     "tpu": ("splash", "pallas_tpu", "blockwise", "xla"),
 }
-
-# "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
-# experiments/results), and more memory anyway. With fewer queries or keys than the second, the matrix grows only
-# linearly.
-BLOCKWISE_MIN_PAIRS, BLOCKWISE_MIN_LENGTH = 2**20, 16
-# "blockwise" from this B * N * T * S on: 256 MiB of dense scores in float32.
-BLOCKWISE_MIN_SCORES = 2**26
-# "decode" from this many numbers in the keys per query on (measured on CPU).
-DECODE_MIN_KEYS = 2**20
-# "decode" up to this T * K: multiplying all query heads with all key heads then costs less than transposing the keys.
-DECODE_MAX_ROWS = 64
-# "native" from this T * S on, and with few queries from this S on (measured on CPU, forward and backward).
-NATIVE_MIN_PAIRS, NATIVE_MIN_KEYS = 2**14, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +57,7 @@ class Dispatch(ReducingKernel):
             reason = kernel.unsupported_reason(call) or kernel.lowering_reason(platform)
             return (reason or kernel.refusal_at_lowering(call)) is None
 
-        return _first(platform, call, lambda kernel: _pays(kernel.name, call) and takes(kernel))
+        return _first(platform, call, lambda kernel: kernel.pays(call) and takes(kernel))
 
     def forward(self, platform: str, call: Call) -> Results:
         return self.kernel(platform, call).forward(platform, call)
@@ -116,9 +102,9 @@ def choose(call: Call, named: str | None) -> Kernel:
     """
     if named is None:
         # Only where a platform may take something else: the derivatives of ``Dispatch`` to any order are blockwise's.
-        candidates = (name for name in ("decode", "blockwise", "native") if _pays(name, call))
-        other = next((name for name in candidates if IMPLEMENTATIONS[name].unsupported_reason(call) is None), None)
-        return IMPLEMENTATIONS["xla"] if other is None else Dispatch()
+        others = (IMPLEMENTATIONS[name] for name in ("decode", "blockwise", "native"))
+        pays = any(kernel.pays(call) and kernel.unsupported_reason(call) is None for kernel in others)
+        return Dispatch() if pays else IMPLEMENTATIONS["xla"]
     reason = by_name(named).unsupported_reason(call)
     if reason is not None:
         raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
@@ -131,25 +117,6 @@ def _taken(call: Call, platform: str, sharded: bool) -> str:
     if choose(call, None).name == "xla":
         return "xla"
     return deferred.at_lowering(lambda call: Dispatch().kernel(platform_of, call).name, lowered)
-
-
-def _pays(name: str, call: Call) -> bool:
-    """Whether an implementation is expected to be faster at these sizes than those after it in ``ORDER``."""
-    (B, T, N, _), (S, K, H) = call.query.shape, call.key.shape[1:]
-    if name == "xla":
-        return True
-    if not isinstance(T, int) or not isinstance(S, int):
-        return False
-    batch_and_heads = [size if isinstance(size, int) else 1 for size in (B, N)]
-    if name == "decode":
-        keys = batch_and_heads[0] * S * K * H
-        few = isinstance(K * H, int) and 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS
-        return few and keys >= T * DECODE_MIN_KEYS
-    if name == "native":
-        few = T < BLOCKWISE_MIN_LENGTH
-        return S >= NATIVE_MIN_KEYS if few else T * S >= NATIVE_MIN_PAIRS and S >= BLOCKWISE_MIN_LENGTH
-    many = math.prod(batch_and_heads) * T * S >= BLOCKWISE_MIN_SCORES
-    return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
 
 
 def explain_choice(call: Call, implementation: object, platform: str | None, sharded: bool) -> str:
@@ -224,18 +191,7 @@ def _where_it_pays(name: str, call: Call) -> str:
     kernel = IMPLEMENTATIONS[name]
     on = f", on a {kernel.platform.upper()}" if kernel.platform else ""
     on += "; never run on hardware" if kernel.never_run else ""
-    if name not in _WHERE_IT_PAYS or _pays(name, call):
-        return on
-    return f"{on}; {_WHERE_IT_PAYS[name]}"
-
-
-_WHERE_IT_PAYS = {
-    "decode": f"faster on CPU for fewer than {BLOCKWISE_MIN_LENGTH} queries, T * K up to {DECODE_MAX_ROWS}, and "
-    f"{DECODE_MIN_KEYS} or more numbers in the keys per query",
-    "blockwise": f"faster from T * S = {BLOCKWISE_MIN_PAIRS}, saves memory from B * N * T * S = {BLOCKWISE_MIN_SCORES}",
-    "native": f"faster from T * S = {NATIVE_MIN_PAIRS}, or for fewer than {BLOCKWISE_MIN_LENGTH} queries from "
-    f"S = {NATIVE_MIN_KEYS}",
-}
+    return on if not kernel.pays_when or kernel.pays(call) else f"{on}; {kernel.pays_when}"
 
 
 def check_implementation(implementation: object) -> Implementation:

@@ -1,6 +1,7 @@
 """The base classes of implementations: what all kernels have in common, and what a new one overrides."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -23,6 +24,10 @@ from jattn.kernels.interface import Unsupported
 # ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``; of
 # ``forward_with_error`` also what rounding took from ``out``, in its dtype.
 Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Array, ...]]
+
+# Blocks pay from MIN_PAIRS = T * S on, or from MIN_SCORES = B * N * T * S on, 256 MiB of dense scores in float32; with
+# fewer queries than FEW, never.
+MIN_PAIRS, MIN_SCORES, FEW = 2**20, 2**26, 16
 
 SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
 # The platforms that ``explain`` knows, and what JAX calls them where a program is lowered.
@@ -69,7 +74,8 @@ class Kernel:
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
        the gradients of other arrays stay blockwise's. In 16 bits also ``forward_with_error``, with ``returns_error``:
        without it, the gradient of the query shows the rounding of ``out`` where keys have much in common.
-    5. ``rounds_query`` if its log-sum-exp is not exactly that of the scores, ``prepare`` if it reads static arrays
+    5. ``pays`` and ``pays_when``, if it is to be taken unasked elsewhere than blocks are.
+    6. ``rounds_query`` if its log-sum-exp is not exactly that of the scores, ``prepare`` if it reads static arrays
        while tracing, and ``describe_work`` for ``jattn.explain``.
 
     Then ``jattn.testing.check`` holds it to every case, and a line in ``jattn.kernels.dispatch`` gives it its name. A
@@ -84,6 +90,8 @@ class Kernel:
     platform: ClassVar[str | None] = None  # "cpu", "gpu" or "tpu": the only one it runs on
     dtypes: ClassVar[tuple[DTypeLike, ...]] = ()  # of queries, keys and values; empty: any
     takes: ClassVar[frozenset[str]] = frozenset(OPTIONS)
+    # Where it pays, in words.
+    pays_when: ClassVar[str] = ""
     # Nobody has run it on its hardware yet: it is taken by name only. After a run, this field is all there is to
     # change.
     never_run: ClassVar[bool] = False
@@ -104,6 +112,18 @@ class Kernel:
         super().__init_subclass__(**options)
         if unknown := sorted(cls.takes - OPTIONS.keys()):
             raise TypeError(f"{cls.__name__}.takes names {', '.join(unknown)}; options are {', '.join(OPTIONS)}")
+
+    def pays(self, call: Call) -> bool:
+        """Whether, unasked, it is taken before those after it in ``jattn.kernels.dispatch.ORDER``: is faster, or saves.
+
+        By default, where blocks do: there the dense matrix takes more time than the loop over blocks (measured on CPU:
+        experiments/results), or much memory. With few queries or keys, the matrix grows only linearly.
+        """
+        (B, T, N, _), S = call.query.shape, call.key.shape[1]
+        if not isinstance(T, int) or not isinstance(S, int):
+            return False
+        scores = math.prod(size if isinstance(size, int) else 1 for size in (B, N, T, S))
+        return (T * S >= MIN_PAIRS or scores >= MIN_SCORES) and min(T, S) >= FEW
 
     def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
         """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""

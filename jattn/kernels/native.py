@@ -32,11 +32,13 @@ from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.validation import LARGEST, LEAST
 from jattn.kernels.dense import Dense
-from jattn.kernels.kernel import Kernel, Results, narrowed
+from jattn.kernels.kernel import FEW, Kernel, Results, narrowed
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
+# It pays from MIN_PAIRS = T * S on, and with few queries from MIN_KEYS = S on (measured on CPU, forward and backward).
+MIN_PAIRS, MIN_KEYS = 2**14, 128
 STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
 TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
@@ -59,6 +61,7 @@ class Native(Kernel):
     platform: ClassVar[str | None] = "cpu"
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True
+    pays_when: ClassVar[str] = f"faster from T * S = {MIN_PAIRS}, or for fewer than {FEW} queries from S = {MIN_KEYS}"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16, jnp.float32)
     takes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -68,7 +71,7 @@ class Native(Kernel):
     )  # fmt: skip
 
     width: int | None = None
-    few: int = 16
+    few: int = FEW
 
     def unsupported_reason(self, call: Call) -> str | None:
         if self.width not in WIDTHS:
@@ -93,6 +96,12 @@ class Native(Kernel):
                 "Causal, Prefix and Padding joined by |, others with an interval, and arrays"
             ),
         )
+
+    def pays(self, call: Call) -> bool:
+        T, S = call.query.shape[1], call.key.shape[1]
+        if not isinstance(T, int) or not isinstance(S, int):
+            return False
+        return S >= MIN_KEYS if T < FEW else T * S >= MIN_PAIRS and S >= FEW
 
     def lowering_reason(self, platform: str) -> str | None:
         exported = "jax.export does not take its calls" if deferred.is_exported() else None
