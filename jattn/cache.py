@@ -11,11 +11,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
+from jattn import _shares as shares
 from jattn._core.call import Stack
 from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn._mods.validation import check_array
 from jattn.masks import Mask, Prefix, SlidingWindow
-from jattn.sharding import _shares as shares
 
 
 @pytree_dataclass

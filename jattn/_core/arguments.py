@@ -47,8 +47,10 @@ def make_call(
     masks: list[Any] = [Causal()] if flag("is_causal", is_causal) else []
     if local_window_size is not None:
         masks.append(SlidingWindow(*_window(local_window_size)))
+    if mask is not None:
+        masks.append(check_signature("mask", mask))
     call = _make(
-        query, key, value, {"b": B, "n": N, "t": T, "s": S, "c": S}, masks if mask is None else [*masks, mask],
+        query, key, value, {"b": B, "n": N, "t": T, "s": S, "c": S}, masks,
         bias=bias, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout), **options,
     )  # fmt: skip
@@ -75,6 +77,7 @@ def make_head(
     if dropout is not None and not isinstance(dropout, Dropout):
         dropout = _dropout(*pair("dropout", dropout, "(rate, key)"), False)
     masks = [] if mask is None else mask if isinstance(mask, tuple | list) else [mask]
+    masks = [check_signature("mask", mask) for mask in masks]
     sizes = {"t": q.shape[0], "s": k.shape[0], "c": k.shape[0]}
     indices = {"first_batch": 0 if batch is None else batch, "first_head": 0 if head is None else head}
     call = _make(q, k, v, sizes, masks, bias=bias, dropout=dropout, **indices, **options)
@@ -96,13 +99,13 @@ def _make(
     """The call with these fields besides masks, checked; ``sizes``: those of the axes that it has, by their letters."""
     # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
     static = known if isinstance(query, Tracer) else lambda x: x
-    masks = [check_signature("mask", mask) for mask in masks]
     slot_masks = [_fitting("mask", static(mask), sizes, "slot_masks") for mask in masks if not callable(mask)]
     for name, x in options.items():
         if name in ARRAYS and x is not None:
-            options[name] = _fitting(name, x if name == "bias" else static(x), sizes, name)
-    lengths = (options.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths"))
-    slot_masks += masks_of_lengths(*lengths, *(arange(sizes[axis], np.int32) for axis in "ts"))
+            options[name] = _fitting(name, x if ARRAYS[name][1] == jnp.floating else static(x), sizes, name)
+    lengths = [options.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths")]
+    if any(x is not None for x in lengths):
+        slot_masks += masks_of_lengths(*lengths, *(arange(sizes[axis], np.int32) for axis in "ts"))
     score_mod = check_signature("score_mod", options.get("score_mod"))
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod)}")
@@ -112,10 +115,10 @@ def _make(
 
 def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
     arrays = _same_dtype({"query": query, "key": key} | ({} if value is None else {"value": value}))
-    shapes, rank = _types(arrays), arrays["query"].ndim
+    rank = arrays["query"].ndim
     if rank not in (3, 4) or any(x.ndim != rank for x in arrays.values()):
         raise ValueError(
-            f"query, key, value must all be [B, length, heads, dim] or all [length, heads, dim], got {shapes}"
+            "query, key, value must all be [B, length, heads, dim] or all [length, heads, dim], got " + _types(arrays)
         )
     arrays = {name: x[None] if rank == 3 else x for name, x in arrays.items()}
     query, key, value = arrays["query"], arrays["key"], arrays.get("value")
@@ -129,7 +132,7 @@ def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
     elif key.shape[2] == 0 or query.shape[2] % key.shape[2]:
         needed = "query heads that are a multiple of the key/value heads"
     if needed:
-        raise ValueError(f"dot_product_attention needs {needed}, got {shapes} (layout [B, length, heads, dim])")
+        raise ValueError(f"dot_product_attention needs {needed}, got {_types(arrays)} (layout [B, length, heads, dim])")
     return query, key, value
 
 

@@ -95,9 +95,10 @@ def attend(
 
 def dense(head: Call) -> tuple[Array, Array]:
     """``attend`` of a checked call of one head."""
-    indices, visible, v = head.indices, visible_pairs(head), head.value
+    visible, v = visible_pairs(head), head.value
     weights, lse = _weights(head, visible)
-    weights = drop(weights, head.dropout, indices)
+    if head.dropout is not None:
+        weights = drop(weights, head.dropout, head.indices)
     if visible is not None:
         v = _zero_unseen(v, visible.any(axis=0))
     out = jnp.einsum(
@@ -124,7 +125,7 @@ def convert_mods(call: Call) -> Call:
 
 def visible_pairs(head: Call) -> Bool[Array, "#T #S"] | None:
     """The visible pairs of one head, broadcastable to ``[T,S]``; None without a mask."""
-    indices = head.indices
+    indices = head.indices if head.masks else ()
     parts = [evaluate_mask(mask, indices) for mask in head.masks] + [jnp.asarray(array) for array in head.slot_masks]
     return functools.reduce(operator.and_, parts) if parts else None
 

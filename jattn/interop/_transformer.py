@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
+from jattn import _shares as shares
 from jattn import masks
 from jattn.cache import KVCache, init_cache, within_capacity
 from jattn.interop._config import Config
 from jattn.interop._per_layer import stack_options
 from jattn.interop._products import dot_general
 from jattn.interop._transformer_block import Block
-from jattn.sharding import _shares as shares
 
 
 class Transformer(nnx.Module):

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, PyTree
 from jattn._core import shard
 from jattn._core.arguments import masks_of_lengths
 from jattn._core.call import Call, softmax_dtype
+from jattn._shares import axes_of
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, choose
 from jattn.sharding._head_parallel import Axes, OnOwnPart, OnPart, in_units
-from jattn.sharding._shares import axes_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jattn._core.shard import MeshAxes, map_shards
-from jattn.sharding._head_parallel import axes_by_kind
 
 
 def axes_of(sharding: NamedSharding) -> MeshAxes:
     """The mesh axes of batch, keys and heads."""
-    of_axes = zip(("batch", "keys", "heads"), (*sharding.spec, None, None, None), strict=False)
-    arguments = {kind: ("sharding", names) for kind, names in of_axes}
-    return MeshAxes(sharding.mesh, **axes_by_kind(sharding.mesh, arguments))
+    names = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (*sharding.spec, None, None, None)]
+    return MeshAxes(sharding.mesh, batch=names[0], keys=names[1], heads=names[2])
 
 
 def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: int) -> None:
