@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn._blocks.block_lists import BlockList, Piece, Size, block_lists, split_axis
-from jattn._core.attention import apply_score_mod, evaluate_mask
+from jattn._core.attention import evaluate_mask, finish_scores
 from jattn._core.call import Call, softmax_dtype
 from jattn._core.dropout import drop
 from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
@@ -94,11 +94,8 @@ class BlockedHead:
             scores = self.product("qh,hk->qk", q * self.scale, k)
         else:  # multiply the inputs themselves, not rounded multiples of them
             scores = self.product("qh,hk->qk", q, k) * self.scale
-        if bias is not None:
-            scores += bias
-        if self.call.score_mod is not None:
-            scores = apply_score_mod(self.call.score_mod, scores, visible, self.indices(i, j, piece))
-        return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
+        indices = functools.partial(self.indices, i, j, piece)
+        return finish_scores(scores, bias, visible, self.call, indices), v
 
     def softmax_sums(
         self, scores: Array, v: Array, row_max: Array, i: Index, j: Index, piece: Piece | None = None

@@ -13,7 +13,7 @@ A row with no visible key has ``out = 0`` and ``lse = -inf``. Source: https://ar
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -172,11 +172,11 @@ def _weights(head: Call, visible: Array | None) -> tuple[Array, Array]:
     raw = jnp.einsum(
         "th,sh->ts", q, k.astype(q.dtype), precision=head.precision, preferred_element_type=softmax_dtype(q)
     )
-    weights, log_row_sum = _softmax(finish_scores(raw, visible, head))
+    weights, log_row_sum = _softmax(scores_of(raw, visible, head))
     # The lse needs the row maxima. Reading them from the scores above would give a second use to what XLA fuses into
     # one pass, and change the weights' last bits. So the scores are finished again, behind a barrier.
     recomputed = jax.lax.optimization_barrier(jax.lax.stop_gradient(raw))
-    recomputed = jax.lax.stop_gradient(finish_scores(recomputed, visible, head))
+    recomputed = jax.lax.stop_gradient(scores_of(recomputed, visible, head))
     return weights, jax.lax.stop_gradient(row_maximum(recomputed)) + log_row_sum
 
 
@@ -184,15 +184,24 @@ def _zero_unseen(x: Array, seen: Array) -> Array:
     return jnp.where(seen[:, None], x, jnp.zeros((), x.dtype))
 
 
-def finish_scores(scores: Array, visible: Array | None, head: Call) -> Array:
-    """The scores ``[T,S]`` from ``q k^T``: scaled, biased, modified and masked with -inf."""
-    dtype = scores.dtype
-    scores *= jnp.asarray(head.score_scale, dtype)
-    if head.bias is not None:
-        scores += head.bias.astype(dtype)
+def finish_scores(
+    scores: Array, bias: Array | None, visible: Array | None, head: Call, indices: Callable[[], tuple]
+) -> Array:
+    """The scores of one head, or of a block of them, from scaled ones: biased, modified and masked with -inf.
+
+    Here, and in ``Call.score_scale``, options change scores; kernels of their own refuse those that they do not know.
+    """
+    if bias is not None:
+        scores += bias.astype(scores.dtype)
     if head.score_mod is not None:
-        scores = apply_score_mod(head.score_mod, scores, visible, head.indices)
+        scores = apply_score_mod(head.score_mod, scores, visible, indices())
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+
+
+def scores_of(raw: Array, visible: Array | None, head: Call) -> Array:
+    """The scores ``[T,S]`` of one head from ``raw``, its ``q k^T``."""
+    scores = raw * jnp.asarray(head.score_scale, raw.dtype)
+    return finish_scores(scores, head.bias, visible, head, lambda: head.indices)
 
 
 @jax.custom_jvp

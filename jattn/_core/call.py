@@ -175,8 +175,8 @@ class Call:
         """
         group = self.query.shape[2] // self.key.shape[2]
         query_heads = None if heads is None else Chunk(heads.first * group, heads.size * group)
-        pair_columns = columns if pair_columns is None else pair_columns
-        slots = {"t": rows, "s": columns, "c": pair_columns, "k": heads, "n": query_heads}
+        slots = {"t": rows, "s": columns, "c": columns, "k": heads, "n": query_heads}
+        slots |= {} if pair_columns is None else {"c": pair_columns}
 
         def cut(x: AnyArray, axes: Sequence[str]) -> AnyArray:
             for axis, letter in enumerate(axes):
@@ -203,17 +203,13 @@ class Call:
 
     def __repr__(self) -> str:
         """Its fields that are not the defaults, with the types of arrays."""
-        shown = jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, self)
+        shown = jax.tree.map(lambda x: _Bare(f"{x.dtype}{list(x.shape)}") if hasattr(x, "dtype") else x, self)
         fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not f.default)
         return f"Call({', '.join(f'{name}={getattr(shown, name)!r}' for name in fields)})"
 
 
-class _Shown:
-    def __init__(self, array: AnyArray):
-        self.text = f"{array.dtype}{list(array.shape)}"
-
-    def __repr__(self) -> str:
-        return self.text
+class _Bare(str):
+    __repr__ = str.__str__
 
 
 _FIELDS = {field.name: field.metadata for field in dataclasses.fields(Call)}

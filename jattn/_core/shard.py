@@ -48,14 +48,6 @@ class MeshAxes:
             kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in self.named for name, kind in kinds
         )
 
-    def with_types(self, query: Array) -> "MeshAxes":
-        """With the axes of sequences and heads from the query's type, unless already given."""
-        mesh, axes = explicit_axes(query)
-        if mesh is None or mesh.shape != self.mesh.shape:
-            return self
-        batch, heads = (tuple(name for name in names if name not in self.named) for names in (axes[0], axes[2]))
-        return dataclasses.replace(self, batch=self.batch or batch, heads=self.heads or heads)
-
     def __str__(self):
         kinds = {"sequences": "batch", "heads": "heads", "length": "length", "keys": "keys"}
         parts = [f"{name} over {self.names(kind)}" for name, kind in kinds.items() if getattr(self, kind)]

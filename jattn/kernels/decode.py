@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jattn._blocks.block import product_dtype
 from jattn._blocks.plan import block_table
 from jattn._core import deferred
-from jattn._core.attention import finish_scores, row_maximum, visible_pairs
+from jattn._core.attention import row_maximum, scores_of, visible_pairs
 from jattn._core.call import Call, softmax_dtype
 from jattn._core.chunk import Chunk, slot_indices
 from jattn._core.dropout import drop
@@ -166,7 +166,7 @@ def _add(state: Accumulator, call: Call, products: "Products") -> Accumulator:
     raw = products.scores(query, key)
 
     def one_head(head: Call, raw: Array, *visible: Array) -> tuple[Array, Array, Array]:
-        scores = finish_scores(raw, visible[0] if visible else None, head)
+        scores = scores_of(raw, visible[0] if visible else None, head)
         row_max = jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(scores)))
         exponentials = jnp.exp(scores - row_max[:, None])
         return drop(exponentials, head.dropout, head.indices), row_max, exponentials.sum(1)

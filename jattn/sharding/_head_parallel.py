@@ -39,7 +39,12 @@ class OverMesh:
 
     def mesh_axes(self, call: Call) -> MeshAxes:
         """The axes over which a call is sharded: those of the fields, and of the query's type."""
-        return self._named_axes().with_types(call.query)
+        axes = self._named_axes()
+        mesh, of_query = shard.explicit_axes(call.query)
+        if mesh is None or mesh.shape != self.mesh.shape:
+            return axes
+        batch, heads = (tuple(name for name in of_query[i] if name not in axes.named) for i in (0, 2))
+        return dataclasses.replace(axes, batch=axes.batch or batch, heads=axes.heads or heads)
 
     @property
     def divides_length(self) -> bool:
