@@ -24,9 +24,15 @@ def sections() -> dict[str, str]:
 def test_every_kind_of_thing_is_there():
     shown = {
         "A mask", "A score function", "A statistic of heads", "A column of the survey's table", "A model family",
-        "A kernel", "A task", "A claim", "A figure", "A peer in the benchmark",
+        "An option of a call", "A kernel", "A task", "A claim", "A figure", "A peer in the benchmark",
     }  # fmt: skip
-    assert set(sections()) == shown and len(fenced("check")) == 8 and len(fenced("diff")) == 10
+    assert set(sections()) == shown and len(fenced("check")) == 9 and len(fenced("diff")) == 11
+
+
+def test_an_option_takes_few_lines():
+    (change,) = (part for part in fenced("diff") if "_core/call.py" in part)
+    added = [line for line in change.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert change.count("+++ b/") <= 5 and len(added) <= 14
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ class Kernel:
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if unknown := sorted(cls.takes - OPTIONS.keys()):
-            raise TypeError(f"{cls.__name__}.takes names {', '.join(unknown)}; options are {', '.join(OPTIONS)}")
+            raise TypeError(f"{cls.__name__}.takes: no option is called {unknown}; there are {', '.join(OPTIONS)}")
 
     def pays(self, call: Call) -> bool:
         """Whether, unasked, it is taken before those after it in ``jattn.kernels.dispatch.ORDER``: is faster, or saves.

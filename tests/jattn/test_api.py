@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,19 @@ import pytest
 
 import jattn
 from jattn._core.arguments import make_call
-from jattn._core.call import AttentionOptions, ScoreOptions
+from jattn._core.call import (
+    REFUSED,
+    AttentionOptions,
+    Call,
+    HeadOptions,
+    ModOptions,
+    ScoreOptions,
+    SharedOptions,
+)
+from jattn.kernels import OPTIONS, Kernel
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.dense import Dense
-from jattn.multi_head import LayerOptions, attend_heads
+from jattn.multi_head import CallOptions, LayerOptions, attend_heads
 from tests.jattn.cudnn_in_place import fused
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
@@ -43,6 +53,41 @@ def test_the_signature_is_jax_nns_and_eight_more():
     assert set(LayerOptions.__optional_keys__) == (set(ours) | of_heads) - {
         "query", "key", "value", "options", "return_residual", "return_weights"
     }  # fmt: skip
+
+
+def test_the_record_the_keywords_and_the_signatures_agree():
+    """Of each option: a field of Call, a keyword with its type for type checkers, and both in the signatures."""
+    ours, of_head = (inspect.signature(fn).parameters for fn in (jattn.dot_product_attention, jattn.attend))
+    fields = {field.name for field in dataclasses.fields(Call)}
+    made = {"masks", "slot_masks", "dropout", "first_batch", "first_head", "stack", "sharded"}  # of several, or inside
+    turned = {"mask", "is_causal", "local_window_size", "dropout_rate", "dropout_rng", "broadcast_dropout"}
+    assert fields - made == set(ours) - turned - {"sinks", "implementation", "return_residual"}
+    assert {name: ours[name].annotation for name in AttentionOptions.__optional_keys__} == get_type_hints(
+        AttentionOptions
+    )
+    assert HeadOptions.__optional_keys__ == set(of_head) - {"q", "k", "v", "head"}
+    assert SharedOptions.__optional_keys__ == set(of_head) & set(ours) & fields - {"bias"}
+    assert CallOptions.__optional_keys__ >= ModOptions.__optional_keys__
+    assert set(REFUSED) == set(OPTIONS) - {"symbolic shapes", "empty arrays", "several devices"}
+
+
+def test_a_call_is_a_pytree_that_shows_types():
+    call = make_call(
+        *qkv(), mask=jattn.masks.Segments(np.zeros((B, T), int), np.zeros((B, S), int)), precision="highest"
+    )
+    assert repr(call) == (
+        "Call(query=float32[2, 7, 6, 5], key=float32[2, 11, 3, 5], value=float32[2, 11, 3, 5], "
+        f"scale={5**-0.5}, masks=(Segments(query_ids=int32[2, 7], kv_ids=int32[2, 11]),), precision='highest')"
+    )
+    doubled = jax.tree.map(lambda x: 2 * x, call)
+    assert isinstance(doubled, Call) and doubled.precision == "highest" and doubled.scale == 2 * call.scale
+    np.testing.assert_array_equal(doubled.query, 2 * call.query)
+    assert jax.jit(lambda call: Dense().run(call)[0])(call).shape == (B, T, N, H)
+
+
+def test_a_kernel_that_takes_what_is_no_option_is_refused():
+    with pytest.raises(TypeError, match=r"Odd\.takes: no option is called \['mask array'\]; there are .*slot_masks"):
+        type("Odd", (Kernel,), {"takes": frozenset({"bias", "mask array"})})
 
 
 JAX_NN = {
