@@ -312,9 +312,9 @@ def write_kept(out, steps):
 
 
 WRITERS = {
-    "findings": lambda out, steps: synthetic(claims=[{"steps": steps}] * steps, accuracy=np.random.rand(3, 2)).save(
-        out
-    ),
+    "findings": lambda out, steps: synthetic(
+        claims=[{"steps": steps}] * steps, accuracy=np.full((3, 2), 1 / steps)
+    ).save(out),
     "page": lambda out, steps: document.write_page(synthetic(name=f"{steps} steps"), out),
     "comparison": write_comparison,
     "suite": write_suite,
