@@ -157,16 +157,17 @@ def explain_choice(call: Call, implementation: object, platform: str | None, sha
 
 
 def _work(kernel: Kernel, call: Call, platforms: Sequence[str], sharded: bool) -> list[str]:
-    """How much of the matrix a kernel computes under the call's masks, one line for all platforms that agree."""
+    """How a kernel multiplies, and how much of the matrix under the masks, one line for all platforms that agree."""
+    products = kernel.describe_products(call)
+    lines = [] if products is None else [f"{kernel.name} {products}"]
     if not call.masks and not call.slot_masks:
-        return []
+        return lines
     lowered = dataclasses.replace(canonical(call), sharded=sharded)
     on: dict[str | None, list[str]] = {}
     for platform in platforms:
         if kernel.platform in (None, platform):
             text = deferred.at_lowering(_describe_work, kernel, PLATFORMS[platform][0], lowered)
             on.setdefault(text, []).append(platform.upper())
-    lines = []
     for text, names in on.items():
         if text is not None:
             lines.append(f"{kernel.name} {text}" + ("" if len(on) == 1 else f" on {' and '.join(names)}"))

@@ -137,6 +137,10 @@ class Kernel:
         """How much of the matrix its forward pass of a canonical call computes, as a predicate; None if not known."""
         return None
 
+    def describe_products(self, call: Call) -> str | None:
+        """In which dtype it multiplies, as a predicate, where that depends on the machine; None elsewhere."""
+        return None
+
     def prepare(self, call: Call) -> "Kernel":
         """The kernel for one canonical call, with what it reads of static arrays while tracing."""
         return self

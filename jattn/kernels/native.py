@@ -3,8 +3,9 @@
 The online softmax of ``jattn._blocks.online_softmax``, with the scores of a tile in the nearest cache. Backward as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few queries each key is read
 once for all heads. For masks under which a query sees an interval of keys, or those of its segment, and mask arrays.
-Bias and mask arrays are read where they are. Forward mode, higher orders and the gradients of arrays besides query, key
-and value are blockwise's.
+Bias and mask arrays are read where they are. Where the CPU multiplies bfloat16, the kernels do, unless the highest
+precision is asked for: weights and gradients of scores are rounded as factors, and all else is float32. Forward mode,
+higher orders and the gradients of arrays besides query, key and value are blockwise's.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn._blocks.all_heads import rounding_error
-from jattn._blocks.backward import of_sums
+from jattn._blocks.backward import balanced, exact_out, is_whole
 from jattn._blocks.plan import describe_work, plan_call
 from jattn._core import deferred
 from jattn._core.call import Call
@@ -44,7 +45,7 @@ PART = 1024  # keys of a task with few queries
 TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
 FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
 WIDTHS = (None, 4, 8, 16)
-VERSION = "0.1.1"  # of jattn-native, whose kernels take these operands
+VERSION = "0.2.0"  # of jattn-native, whose kernels take these operands
 FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
 
 
@@ -113,6 +114,14 @@ class Native(Kernel):
         tile = max(TILE, T // TABLE), max(TILE, S // TABLE)
         return describe_work(plan_call("", call, tile).blocks, (T, S))
 
+    def describe_products(self, call: Call) -> str | None:
+        """Of bfloat16 alone does it depend on the machine."""
+        if call.key.dtype != jnp.bfloat16:
+            return None
+        few = call.query.shape[1] < self.few or self.width not in (None, 16)
+        in_pairs = not few and not _in_float32(call.precision) and _library().has_bfloat16_products()
+        return f"multiplies in {'bfloat16' if in_pairs else 'float32'} and adds up in float32"
+
     def forward(self, platform: str, call: Call) -> Results:
         """By the kernels."""
         return self.forward_with_error(platform, call)[:3]
@@ -147,13 +156,24 @@ class Native(Kernel):
     def backward_of_part(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        qkv, call = (call.query, call.key, call.value), narrowed(call)
-        d_acc, d_row_sum = of_sums(results, cotangents)
-        types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
-        row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
-        others = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
-        sums = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
-        return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
+        qkv, is_part = (call.query, call.key, call.value), call.query.dtype != call.key.dtype
+        call = narrowed(call)
+        if is_part:  # what rounded factors miss is known only of whole rows
+            call = dataclasses.replace(call, precision="highest")
+        out, row_sum = exact_out(results), results[2]
+        d_out, d_row_sum = (0.0 if x is None else x for x in cotangents)
+        d_out, seen = jnp.broadcast_to(d_out, out.shape).astype(jnp.float32), row_sum != 0
+        of_rows = [
+            jnp.where(seen, results[1], -jnp.inf),
+            jnp.where(seen, 1.0 / jnp.where(seen, row_sum, 1.0), 0.0),
+            _pad_features(d_out),
+            d_row_sum * row_sum - (d_out * out).sum(-1),
+        ]
+        types = [*((*x.shape[:3], _padded(x.shape[3])) for x in qkv), call.query.shape[:3]]
+        others = [x.astype(jnp.float32) for x in of_rows]
+        *sums, totals = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
+        of_qkv = [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
+        return balanced(call, results, cotangents, of_qkv, totals) if is_whole(call) and not is_part else of_qkv
 
 
 def _padded(dim: int) -> int:
@@ -182,7 +202,15 @@ def _call(
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
     rate = 0.0 if call.dropout is None else call.dropout.rate
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
-    return kernel(*operands, width=np.int32(width or 0), dropped=threshold.view(np.int32))
+    settings = {"width": np.int32(width or 0), "in_float32": _in_float32(call.precision)}
+    return kernel(*operands, **settings, dropped=threshold.view(np.int32))
+
+
+def _in_float32(precision: jax.lax.PrecisionLike) -> bool:
+    """Whether products of bfloat16 are not precise enough: if the highest precision is asked for."""
+    asked = precision if isinstance(precision, tuple) else (precision or jax.config.jax_default_matmul_precision,)
+    highest = jax.lax.Precision.HIGHEST, "highest", "float32"
+    return any(one in highest for one in asked)
 
 
 def _score_operands(call: Call) -> list[jax.Array]:

@@ -8,12 +8,12 @@ import jax
 import jaxlib
 
 # jattn takes this version alone: it knows the kernels' operands.
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by these names, and ``widest``.
+    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by these names, and what this CPU has.
 
     Raises:
         ImportError: the package was not built, or not for this machine or this jaxlib.

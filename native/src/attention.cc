@@ -14,6 +14,10 @@
 #include <string>
 #include <type_traits>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
@@ -103,8 +107,8 @@ struct Forward {
 template <typename In>
 struct Backward {
   const In *q, *k, *v;
-  const float *row_max, *d_out, *d_sum;
-  float *d_q, *d_k, *d_v;
+  const float *row_max, *inverse, *d_out, *delta;  // of d_score = weight (d_out . value + delta), weight with inverse
+  float *d_q, *d_k, *d_v, *totals;  // totals: of each query, the sum of d_score as d_q has it; not of floats
 };
 template <typename In>
 struct Decode {
@@ -141,6 +145,15 @@ namespace avx512 {
 }
 #undef W
 END
+BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#define W 16
+#define BFLOAT16_PRODUCTS
+namespace avx512_bf16 {
+#include "kernel.inc"
+}
+#undef BFLOAT16_PRODUCTS
+#undef W
+END
 #endif
 
 // The widest vectors of this CPU, in floats.
@@ -154,11 +167,25 @@ extern "C" int widest() {
   return 4;
 }
 
-// The vectors asked for, 0: the widest.
-static int resolved(int width) { return width ? width : widest(); }
+// Whether this CPU has products of bfloat16.
+extern "C" int has_bfloat16_products() {
+#ifdef X86
+  return widest() == 16 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return 0;
+}
+
+// The vectors asked for, 0: the widest; BFLOAT16 for those with products of bfloat16.
+constexpr int BFLOAT16 = 17;
+template <typename In>
+static int resolved(int width, bool in_float32) {
+  width = width ? width : widest();
+  return std::is_same_v<In, BFloat16> && width == 16 && !in_float32 && has_bfloat16_products() ? BFLOAT16 : width;
+}
 
 #ifdef X86
-#define BY_WIDTH(width, call) ((width) == 16 ? avx512::call : (width) == 8 ? avx2::call : any_cpu::call)
+#define BY_WIDTH(width, call) \
+  ((width) == BFLOAT16 ? avx512_bf16::call : (width) == 16 ? avx512::call : (width) == 8 ? avx2::call : any_cpu::call)
 #else
 #define BY_WIDTH(width, call) any_cpu::call
 #endif
@@ -297,12 +324,12 @@ static void forward_all(ffi::ThreadPool& pool, int width, Scores s, Forward<In> 
 
 static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::RemainingArgs rest, Result out, Result row_max, Result row_sum, int32_t width,
-                          int32_t dropped) {
+                          int32_t dropped, bool in_float32) {
   Scores s = scores_of(q, k, v, rest, dropped);
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   in_type_of(q, [&](auto x) {
     using In = decltype(x);
-    forward_all<In>(pool, resolved(width), s, {data<In>(q), data<In>(k), data<In>(v), to, to_max, to_sum});
+    forward_all<In>(pool, resolved<In>(width, in_float32), s, {data<In>(q), data<In>(k), data<In>(v), to, to_max, to_sum});
   });
   return ffi::Error::Success();
 }
@@ -342,15 +369,17 @@ static void backward_all(ffi::ThreadPool& pool, int width, Scores s, Backward<In
 }
 
 static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats row_max,
-                           Floats d_out, Floats d_sum, ffi::RemainingArgs rest, Result d_q, Result d_k, Result d_v,
-                           int32_t width, int32_t dropped) {
+                           Floats inverse, Floats d_out, Floats delta, ffi::RemainingArgs rest, Result d_q, Result d_k, Result d_v,
+                           Result totals, int32_t width, int32_t dropped, bool in_float32) {
   Scores s = scores_of(q, k, v, rest, dropped);
-  const float *of_max = row_max.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
+  const float *of_max = row_max.typed_data(), *of_sum = inverse.typed_data();
+  const float *of_out = d_out.typed_data(), *of_row = delta.typed_data();
   float *to_q = d_q->typed_data(), *to_k = d_k->typed_data(), *to_v = d_v->typed_data();
   in_type_of(q, [&](auto x) {
     using In = decltype(x);
-    backward_all<In>(pool, resolved(width), s,
-                     {data<In>(q), data<In>(k), data<In>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
+    backward_all<In>(pool, resolved<In>(width, in_float32), s,
+                     {data<In>(q), data<In>(k), data<In>(v), of_max, of_sum, of_out, of_row, to_q, to_k, to_v,
+                      totals->typed_data()});
   });
   return ffi::Error::Success();
 }
@@ -374,7 +403,7 @@ static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const 
 // Keys and values may be those of all layers, [L,B,S,K,H], of which the queries see one.
 static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                          ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, Result out, Result row_max,
-                         Result row_sum, Result scratch, int32_t width, int32_t dropped) {
+                         Result row_sum, Result scratch, int32_t width, int32_t dropped, bool) {
   Scores s = scores_of(q, k, v, rest, dropped);
   const int parts = scratch->dimensions()[1];
   const long last = k.dimensions().size() > 4 ? k.dimensions()[0] - 1 : 0;
@@ -384,19 +413,19 @@ static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
   in_type_of(q, [&](auto x) {
     using In = decltype(x);
     const In *key = data<In>(k) + first * s.H, *value = data<In>(v) + first * s.D;
-    decode_all<In>(pool, resolved(width), s, {data<In>(q), key, value}, to, to_max, to_sum, other, parts);
+    decode_all<In>(pool, resolved<In>(width, true), s, {data<In>(q), key, value}, to, to_max, to_sum, other, parts);
   });
   return ffi::Error::Success();
 }
 
 #define QKV ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
-#define SETTINGS Attr<int32_t>("width").Attr<int32_t>("dropped")
+#define SETTINGS Attr<int32_t>("width").Attr<int32_t>("dropped").Attr<bool>("in_float32")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, forward,
                               QKV.RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jattn_backward, backward,
-    QKV.Arg<Floats>().Arg<Floats>().Arg<Floats>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
+    QKV.Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jattn_decode, decode,
     QKV.Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);

@@ -225,13 +225,55 @@ def test_few_queries(queries, options, getkey):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), T])
-def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
+def test_16_bits_are_summed_in_float32(queries, dtype, getkey):
     qkv = arrays(getkey(), queries, dtype=dtype)
     got = values_and_gradients("native", {}, qkv)
     assert got[0][1][0].dtype == dtype and all(x.dtype == dtype for x in got[1])
     wanted = values_and_gradients("xla", {}, [x.astype(jnp.float32) for x in qkv])
     compare(got[0][1][1], wanted[0][1][1])  # the lse is not rounded
     compare(got, wanted, 2e-2)
+
+
+def errors(got, exact):
+    """Root mean squares of the differences, in shares of the exact numbers'."""
+    pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(got, exact, strict=True)]
+    return [np.sqrt(((x - y) ** 2).mean() / max((y**2).mean(), 1e-30)) for x, y in pairs]
+
+
+@pytest.mark.slow_except("window", "packed", "dropout")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_products_of_bfloat16(name, getkey):
+    """On a CPU that has them, hardly further from the formula in float32 than the dense one in bfloat16, with gradients."""
+    qkv, options = arrays(getkey(), dtype=jnp.bfloat16), OPTIONS[name]
+    gradients = lambda implementation, qkv, **more: values_and_gradients(implementation, options | more, qkv)
+    (_, (_, lse)), exact = gradients("xla", [x.astype(jnp.float32) for x in qkv])
+    (_, (_, same)), got = gradients("native", qkv)
+    np.testing.assert_allclose(
+        np.asarray(same), np.asarray(lse), rtol=0, atol=2e-5 * max(1, abs(lse[lse > -1e30]).max(initial=0))
+    )
+    assert all(
+        x <= 1.5 * y + 1e-4 for x, y in zip(errors(got, exact), errors(gradients("xla", qkv)[1], exact), strict=True)
+    )
+    highest = errors(gradients("native", qkv, precision="highest")[1], exact)
+    assert max(highest) < 2e-3, "one rounding"
+
+
+@pytest.mark.parametrize("shift", [0.0, 8.0])
+def test_what_keys_have_in_common_moves_no_gradient(shift, getkey):
+    """Of what is lost where factors are rounded, too."""
+    q, k, v = arrays(getkey(), dtype=jnp.bfloat16)
+    k += shift * jax.random.normal(getkey(), (1, 1, K, H), jnp.bfloat16)
+    out = lambda implementation: jax.jit(jax.grad(lambda q, k, v: jnp.sin(attend(q, k, v, implementation=implementation).astype(jnp.float32)).sum(), (0, 1, 2)))  # fmt: skip
+    exact = out("xla")(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert max(errors(out("native")(q, k, v), exact)) < 4e-3
+
+
+def test_explain_says_how_bfloat16_is_multiplied():
+    x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.bfloat16)
+    products = lambda **options: jattn.explain(x, x, x, implementation=Native(**options)).splitlines()[1]
+    by_default = "bfloat16" if native._library().has_bfloat16_products() else "float32"
+    assert products() == f"native multiplies in {by_default} and adds up in float32"
+    assert products(width=4) == products(few=T + 1) == "native multiplies in float32 and adds up in float32"
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -120,7 +120,7 @@ struct Array {
 };
 
 static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args, std::vector<Array*> rets,
-                 int32_t width, int32_t dropped) {
+                 int32_t width, int32_t dropped, bool in_float32) {
   XLA_FFI_Api api{};
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
   api.XLA_FFI_Error_Create = create_error, api.XLA_FFI_Error_Destroy = destroy_error;
@@ -134,10 +134,12 @@ static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args,
   for (auto& buffer : buffers) pointers.push_back(&buffer);
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
-  XLA_FFI_Scalar scalars[] = {{XLA_FFI_DataType_S32, &dropped}, {XLA_FFI_DataType_S32, &width}};
-  XLA_FFI_ByteSpan names[] = {{"dropped", 7}, {"width", 5}}, *name_of[] = {&names[0], &names[1]};  // sorted
-  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR};
-  void* attrs[] = {&scalars[0], &scalars[1]};
+  XLA_FFI_Scalar scalars[] = {
+      {XLA_FFI_DataType_S32, &dropped}, {XLA_FFI_DataType_PRED, &in_float32}, {XLA_FFI_DataType_S32, &width}};
+  XLA_FFI_ByteSpan names[] = {{"dropped", 7}, {"in_float32", 10}, {"width", 5}};  // sorted
+  XLA_FFI_ByteSpan* name_of[] = {&names[0], &names[1], &names[2]};
+  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR};
+  void* attrs[] = {&scalars[0], &scalars[1], &scalars[2]};
   XLA_FFI_CallFrame frame{};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = &api, frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&pool);
@@ -145,6 +147,6 @@ static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args,
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, (int64_t)args.size(), arg_types.data(), pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, (int64_t)rets.size(), ret_types.data(),
                 pointers.data() + args.size()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 2, types, name_of, attrs};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 3, types, name_of, attrs};
   if (XLA_FFI_Error* error = handler(&frame)) printf("%s\n", error->message.c_str()), exit(1);
 }
