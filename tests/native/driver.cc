@@ -119,7 +119,7 @@ static Inputs inputs_of(const Case& c) {
     int &low = in.low.ints[i], &high = in.high.ints[i];
     low = INT_MIN, high = INT_MAX;
     if (c.mask == Mask::causal) high = t;
-    if (c.mask == Mask::window) low = t - 70, high = t + 2;
+    if (c.mask == Mask::window) low = t - 71, high = t + 3;  // at odd keys
     // Past both ends, empty, and nothing at all.
     if (c.mask == Mask::ragged) low = between(-40, c.S), high = between(0, c.S + 9);
     if (c.mask == Mask::ragged && i % 7 == 3) low = INT_MAX, high = INT_MIN;
