@@ -65,6 +65,9 @@ class Dispatch(ReducingKernel):
     def forward_with_error(self, platform: str, call: Call) -> Results:
         return self.kernel(platform, call).forward_with_error(platform, call)
 
+    def forward_of_part(self, platform: str, call: Call) -> Results:
+        return self.kernel(platform, call).forward_of_part(platform, call)
+
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:

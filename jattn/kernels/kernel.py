@@ -154,6 +154,10 @@ class Kernel:
         results = self.forward(platform, call)
         return *results, jnp.zeros_like(results[0])
 
+    def forward_of_part(self, platform: str, call: Call) -> Results:
+        """``forward_with_error`` for a part of the keys, as in a hop of a ring; no pass over all of them follows."""
+        return self.forward_with_error(platform, call)
+
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
@@ -220,7 +224,9 @@ class Kernel:
 
 def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Results:
     kernel.check_lowering(platform)
-    call = narrowed(call)
+    is_part, call = call.query.dtype != call.key.dtype, narrowed(call)
+    if is_part:
+        return kernel.forward_of_part(platform, call)[: 3 + with_error]
     return kernel.forward_with_error(platform, call) if with_error else kernel.forward(platform, call)
 
 

@@ -142,6 +142,10 @@ class Native(Kernel):
         out, dtype = out[..., :D], call.value.dtype
         return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
+    def forward_of_part(self, platform: str, call: Call) -> Results:
+        """In float32: what rounded factors miss is known of whole rows alone."""
+        return self.forward_with_error(platform, dataclasses.replace(call, precision="highest"))
+
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
@@ -158,7 +162,7 @@ class Native(Kernel):
     ) -> Sequence[Array]:
         qkv, is_part = (call.query, call.key, call.value), call.query.dtype != call.key.dtype
         call = narrowed(call)
-        if is_part:  # what rounded factors miss is known only of whole rows
+        if is_part:
             call = dataclasses.replace(call, precision="highest")
         out, row_sum = exact_out(results), results[2]
         d_out, d_row_sum = (0.0 if x is None else x for x in cotangents)
@@ -197,13 +201,47 @@ def _call(
     qkv = [_pad_features(x) for x in qkv]
     if len({x.dtype for x in qkv}) > 1:
         qkv = [x.astype(jnp.float32) for x in qkv]
-    operands = [*qkv, *others, *_score_operands(call)]
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
     rate = 0.0 if call.dropout is None else call.dropout.rate
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
     settings = {"width": np.int32(width or 0), "in_float32": _in_float32(call.precision)}
-    return kernel(*operands, **settings, dropped=threshold.view(np.int32))
+    settings |= {"dropped": threshold.view(np.int32)}
+    kinds = ["each"] * 3 + ["each" if x.ndim else "none" for x in others] + list(SEQUENCES)
+    return _over_sequences(name, settings, kinds, shapes, [*qkv, *others, *_score_operands(call)])
+
+
+def _over_sequences(
+    name: str, settings: dict[str, Any], kinds: Sequence[str], shapes: Sequence[tuple], operands: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """One call of a kernel, of which ``jax.vmap`` makes one of more sequences.
+
+    ``kinds``: whether each sequence has an own entry on an operand's first axis, or may share one, or there is none.
+    """
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    B = shapes[0][0]
+
+    def one_by_one(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.ffi.ffi_call(name, types, vmap_method="sequential")(*operands, **settings))
+
+    run = jax.custom_batching.custom_vmap(one_by_one)
+
+    @run.def_vmap
+    def of_batch(size: int, is_batched: Sequence[bool], *operands: jax.Array) -> tuple[tuple, tuple]:
+        def joined(x: jax.Array, batched: bool, kind: str) -> jax.Array:
+            count = x.shape[batched] if kind != "none" and x.size else 0
+            if not batched and (count == 0 or kind == "shared" and count == 1):
+                return x
+            x = x if batched else x[None]
+            return jnp.broadcast_to(x, (size, B, *x.shape[2:])).reshape(size * B, *x.shape[2:])
+
+        of_all = zip(operands, is_batched, kinds, strict=True)
+        if not all(is_batched[:3]) or any(batched and kind == "none" for _, batched, kind in of_all):
+            axes = [0 if batched else None for batched in is_batched]  # without copies of what all share
+            return jax.vmap(one_by_one, axes)(*operands), (True,) * len(shapes)
+        of_all = [joined(*one) for one in zip(operands, is_batched, kinds, strict=True)]
+        results = _over_sequences(name, settings, kinds, [(size * B, *shape[1:]) for shape in shapes], of_all)
+        return tuple(x.reshape(size, B, *x.shape[1:]) for x in results), (True,) * len(shapes)
+
+    return run(*operands)
 
 
 def _in_float32(precision: jax.lax.PrecisionLike) -> bool:
@@ -211,6 +249,10 @@ def _in_float32(precision: jax.lax.PrecisionLike) -> bool:
     asked = precision if isinstance(precision, tuple) else (precision or jax.config.jax_default_matmul_precision,)
     highest = jax.lax.Precision.HIGHEST, "highest", "float32"
     return any(one in highest for one in asked)
+
+
+# Of ``_score_operands``: see ``_over_sequences``.
+SEQUENCES = "none", "shared", "shared", *["each"] * 5, "none", "none", *["shared"] * 3
 
 
 def _score_operands(call: Call) -> list[jax.Array]:

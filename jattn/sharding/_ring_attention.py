@@ -51,7 +51,7 @@ def _forward(
 
             def attend(state: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> PyTree:
                 old_out, old_lse = (take_chunk(x, i, t, 1) for x in state)
-                forward = kernel.forward_with_error if rounded else kernel.forward
+                forward = kernel.forward_of_part if rounded else kernel.forward
                 results = forward(platform, call_of(at_hand))
                 merged = merge(old_out, old_lse, backward.exact_out(results), log_sum_exp(*results[1:3]))
                 return tuple(put_chunk(x, new, i, 1) for x, new in zip(state, merged, strict=True))

@@ -392,6 +392,49 @@ def test_under_transformations(getkey):
         compare(*(jax.jit(functools.partial(fn, name))() for name in ("native", "xla")))
 
 
+V = 5
+BATCHED = [
+    "nothing", "lengths", "ids of each", "ids of all", "a bias of each", "a bias of all", "queries alone", "a scale of each",
+    "few", "an example without batch",
+]  # fmt: skip
+
+
+@pytest.mark.slow_except("ids of each", "a bias of all", "a scale of each")
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_of_calls_is_one(name, getkey):
+    """``jax.vmap`` makes a call of more sequences, unless they share keys, or have scales of their own."""
+    shapes = (V, B, 70, N, 16), (V, B, 70, K, 16), (V, B, 70, K, 16)
+    qkv = [jax.random.normal(getkey(), shape) for shape in shapes]
+    more = {"lengths": RNG.integers(1, 70, (V, B)), "a scale of each": np.linspace(0.1, 1, V, dtype=np.float32)}
+    more |= dict.fromkeys(("ids of each", "ids of all"), np.sort(RNG.integers(0, 4, (V, B, 70)), -1))
+    more |= dict.fromkeys(("a bias of each", "a bias of all"), RNG.normal(size=(V, 1, N, 70, 70)).astype(np.float32))
+    option = jnp.asarray(more.get(name, np.zeros(V)))
+    axes = [0, None, None, 0] if name == "queries alone" else [0, 0, 0, None if name.endswith("of all") else 0]
+    operands = [x if axis == 0 else x[0] for x, axis in zip((*qkv, option), axes, strict=True)]
+
+    def loss(implementation, q, k, v, option):
+        if name == "few":
+            q = q[:, :3]
+        if name == "an example without batch":
+            q, k, v = q[0], k[0], v[0]
+        options = {}
+        if "bias" in name:
+            options = {"bias": option}
+        elif "ids" in name:
+            options = {"mask": masks.Segments(option) & masks.Causal()}
+        elif name == "lengths":
+            options = {"key_value_seq_lengths": option}
+        elif "scale" in name:
+            options = {"scale": option}
+        return jnp.sin(attend(q, k, v, **options, implementation=implementation)).sum()
+
+    of = lambda name: jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)), axes))
+    program = of("native").lower(*operands).compile()
+    compare(program(*operands), of("xla")(*operands), 5e-5)
+    alone = name in ("queries alone", "a scale of each")
+    assert (" while(" in program.as_text()) == alone and (alone or program.as_text().count("custom-call(") <= 2)
+
+
 @pytest.mark.slow
 def test_calls_at_the_same_time(getkey):
     """Of several threads, and of one program that computes independent calls: none waits for another's tasks."""
