@@ -17,7 +17,7 @@ CASES = {
 }
 PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
-DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}  # by device
+DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}  # by device
 
 
 @dataclasses.dataclass(frozen=True)
