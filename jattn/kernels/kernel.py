@@ -226,7 +226,8 @@ def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Res
     kernel.check_lowering(platform)
     is_part, call = call.query.dtype != call.key.dtype, narrowed(call)
     if is_part:
-        return kernel.forward_of_part(platform, call)[: 3 + with_error]
+        results = kernel.forward_of_part(platform, call)
+        return results if with_error else results[:3]
     return kernel.forward_with_error(platform, call) if with_error else kernel.forward(platform, call)
 
 

@@ -13,7 +13,7 @@ __version__ = "0.2.0"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by these names, and what this CPU has.
+    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by name, and what this CPU has.
 
     Raises:
         ImportError: the package was not built, or not for this machine or this jaxlib.
