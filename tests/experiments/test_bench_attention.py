@@ -380,7 +380,8 @@ def short_plan(out: Path, **changes) -> Plan:
 def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
     plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
     results = SUITE.measure(plan, plan.out)
-    assert [tuple(r.key.values()) for r in results.of("times")] == [("causal", 8, "float32", one) for one in PASSES]
+    rows = [("causal", 8, dtype, one) for dtype in ("float32", "bfloat16") for one in PASSES]
+    assert [tuple(r.key.values()) for r in results.of("times")] == rows
     assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in results.of("times"))
     assert len(results.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in results.of("memory"))
     SUITE.write_report(results, plan.out)
@@ -419,7 +420,8 @@ def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
     assert contents["shape"] == {"batch": 2, "num_heads": 8, "head_dim": 64}
     assert contents["environment"]["jattn-native"] == timing.native_version()
     assert contents["environment"]["jattn_source"] == timing.source_digest()
-    assert [row["flops"] for row in contents["times"]] == [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
+    flops = [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
+    assert [row["flops"] for row in contents["times"]] == flops * 2  # in float32 and in bfloat16
     assert (tmp_path / "attention.md").read_text().splitlines()[2].startswith("B=2 N=8 H=64, T = S = n.")
     capsys.readouterr()
     assert run_main(["bench", *options, "--out", str(tmp_path), "--resume"]) == 2
