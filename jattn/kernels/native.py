@@ -118,7 +118,7 @@ class Native(Kernel):
         """Of bfloat16 alone does it depend on the machine."""
         if call.key.dtype != jnp.bfloat16:
             return None
-        few = call.query.shape[1] < self.few or self.width not in (None, 16)
+        few = call.query.shape[1] < self.few or self.width not in (None, _library().widest())
         in_pairs = not few and not _in_float32(call.precision) and _library().has_bfloat16_products()
         return f"multiplies in {'bfloat16' if in_pairs else 'float32'} and adds up in float32"
 

@@ -14,8 +14,12 @@
 #include <string>
 #include <type_traits>
 
-#ifdef __x86_64__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#define ARM_BFLOAT16
 #endif
 
 #include "xla/ffi/api/ffi.h"
@@ -120,8 +124,6 @@ namespace any_cpu {
 #include "kernel.inc"
 }
 #undef W
-#ifdef __x86_64__
-#define X86
 // Functions up to END may use an instruction set.
 #ifdef __clang__
 #define BEGIN(set) PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
@@ -131,24 +133,42 @@ namespace any_cpu {
 #define END PRAGMA(GCC pop_options)
 #endif
 #define PRAGMA(...) _Pragma(#__VA_ARGS__)
-BEGIN("avx2,fma")
+#ifdef __x86_64__
+#define X86
+BEGIN("avx2,fma,f16c")
 #define W 8
 namespace avx2 {
 #include "kernel.inc"
 }
 #undef W
 END
-BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma")
+BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 #define W 16
 namespace avx512 {
 #include "kernel.inc"
 }
 #undef W
 END
-BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
 #define W 16
 #define BFLOAT16_PRODUCTS
 namespace avx512_bf16 {
+#include "kernel.inc"
+}
+#undef BFLOAT16_PRODUCTS
+#undef W
+END
+#endif
+
+#ifdef ARM_BFLOAT16
+#ifdef __clang__
+BEGIN("bf16")
+#else
+BEGIN("arch=armv8.2-a+bf16")
+#endif
+#define W 4
+#define BFLOAT16_PRODUCTS
+namespace arm_bfloat16 {
 #include "kernel.inc"
 }
 #undef BFLOAT16_PRODUCTS
@@ -161,8 +181,8 @@ extern "C" int widest() {
 #ifdef X86
   bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has512) return 16;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 8;
+  if (has512) return 16;  // those have fma and f16c, too
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 8;
 #endif
   return 4;
 }
@@ -171,6 +191,8 @@ extern "C" int widest() {
 extern "C" int has_bfloat16_products() {
 #ifdef X86
   return widest() == 16 && __builtin_cpu_supports("avx512bf16");
+#elif defined(ARM_BFLOAT16)
+  return (getauxval(AT_HWCAP2) & 1 << 14) != 0;
 #endif
   return 0;
 }
@@ -180,12 +202,14 @@ constexpr int BFLOAT16 = 17;
 template <typename In>
 static int resolved(int width, bool in_float32) {
   width = width ? width : widest();
-  return std::is_same_v<In, BFloat16> && width == 16 && !in_float32 && has_bfloat16_products() ? BFLOAT16 : width;
+  return std::is_same_v<In, BFloat16> && width == widest() && !in_float32 && has_bfloat16_products() ? BFLOAT16 : width;
 }
 
 #ifdef X86
 #define BY_WIDTH(width, call) \
   ((width) == BFLOAT16 ? avx512_bf16::call : (width) == 16 ? avx512::call : (width) == 8 ? avx2::call : any_cpu::call)
+#elif defined(ARM_BFLOAT16)
+#define BY_WIDTH(width, call) ((width) == BFLOAT16 ? arm_bfloat16::call : any_cpu::call)
 #else
 #define BY_WIDTH(width, call) any_cpu::call
 #endif

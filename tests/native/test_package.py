@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 TARGETS = {
     "c++": ({}, []),
     "clang++": ({"CXX": "clang++"}, []),
-    "aarch64": ({"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}, ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]),
+    "aarch64": ({"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}, ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]),
 }  # fmt: skip
 PROGRAM = """
 import jax.numpy as jnp, jattn
@@ -75,11 +75,15 @@ def test_the_kernels_by_themselves(target, sources, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("jattn_native/_attention.so", tmp_path)
     driver = compiled(compiler, DRIVER, tmp_path / "driver", "-O1")
-    assert run(*emulator, driver, library).stdout.endswith(" 0 wrong\n")
+    older = [option.replace("max", "cortex-a72") for option in emulator]  # which has no products of bfloat16
+    outputs = [run(*by, driver, library).stdout for by in ([emulator, older] if emulator else [emulator])]
+    assert all(text.endswith(" 0 wrong\n") for text in outputs)
     if target == "aarch64":
+        assert ["of bfloat16, too" in text for text in outputs] == [True, False]
         assert wheel.name.endswith("linux_aarch64.whl")
         code = run("aarch64-linux-gnu-objdump", "-d", library).stdout
         assert re.search(r"fmla\s+v\d+\.4s", code), "four floats are not multiplied and added at once"
+        assert re.search(r"bfdot\s+v\d+\.4s", code), "nor eight of bfloat16"
 
 
 @needs_compiler
