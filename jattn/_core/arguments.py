@@ -75,7 +75,8 @@ def make_head(
             "and dot_product_attention takes batches"
         )
     if dropout is not None and not isinstance(dropout, Dropout):
-        dropout = _dropout(*pair("dropout", dropout, "(rate, key)"), False)
+        rate, rng = pair("dropout", dropout, "(rate, key)")
+        dropout = _dropout(rate, rng, False, "the rate of dropout=(rate, key)")
     masks = [] if mask is None else mask if isinstance(mask, tuple | list) else [mask]
     masks = [check_signature("mask", mask) for mask in masks]
     sizes = {"t": q.shape[0], "s": k.shape[0], "c": k.shape[0]}
@@ -217,17 +218,19 @@ def _window(window: Any) -> tuple[int, int]:
     return min(left, LARGEST), min(right, LARGEST)
 
 
-def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
-    rate = to_number("dropout_rate", rate)
+def _dropout(rate: Any, rng: Array | None, broadcast: bool, name: str = "dropout_rate") -> Dropout | None:
+    rate = to_number(name, rate)
     if isinstance(rate, Tracer):
-        raise TypeError("dropout_rate must be known while tracing, got a traced array; make it a static argument")
+        raise TypeError(f"{name} must be known while tracing, got a traced array; make it a static argument")
     rate = float(rate)
     if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"dropout_rate must lie in [0, 1], got {rate}")
+        raise ValueError(f"{name} must lie in [0, 1], got {rate}")
     if rate == 0.0:
         return None
-    if rng is None:
+    if rng is None and name == "dropout_rate":
         raise ValueError(f"dropout_rate={rate} needs dropout_rng, a key from jax.random.key; or pass dropout_rate=0")
+    if rng is None:
+        raise ValueError("dropout=(rate, key) needs a key from jax.random.key, got None")
     return Dropout(rng, rate, broadcast)
 
 

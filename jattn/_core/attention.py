@@ -169,6 +169,7 @@ def _weights(head: Call, visible: Array | None) -> tuple[Array, Array]:
     if visible is not None:
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN in the products' derivatives is NaN.
         q, k = _zero_unseen(q, visible.any(axis=1)), _zero_unseen(k, visible.any(axis=0))
+    # The query may be in the softmax's dtype, so that its gradient is, too.
     raw = jnp.einsum(
         "th,sh->ts", q, k.astype(q.dtype), precision=head.precision, preferred_element_type=softmax_dtype(q)
     )

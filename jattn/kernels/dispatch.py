@@ -65,8 +65,8 @@ class Dispatch(ReducingKernel):
     def forward_with_error(self, platform: str, call: Call) -> Results:
         return self.kernel(platform, call).forward_with_error(platform, call)
 
-    def forward_of_part(self, platform: str, call: Call) -> Results:
-        return self.kernel(platform, call).forward_of_part(platform, call)
+    def forward_of_part(self, platform: str, call: Call, with_error: bool = True) -> Results:
+        return self.kernel(platform, call).forward_of_part(platform, call, with_error)
 
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]

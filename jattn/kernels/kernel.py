@@ -154,9 +154,9 @@ class Kernel:
         results = self.forward(platform, call)
         return *results, jnp.zeros_like(results[0])
 
-    def forward_of_part(self, platform: str, call: Call) -> Results:
-        """``forward_with_error`` for a part of the keys, as in a hop of a ring; no pass over all of them follows."""
-        return self.forward_with_error(platform, call)
+    def forward_of_part(self, platform: str, call: Call, with_error: bool = True) -> Results:
+        """``forward_with_error``, or ``forward``, for a part of the keys, as in a hop of a ring."""
+        return self.forward_with_error(platform, call) if with_error else self.forward(platform, call)
 
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
@@ -226,8 +226,7 @@ def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Res
     kernel.check_lowering(platform)
     is_part, call = call.query.dtype != call.key.dtype, narrowed(call)
     if is_part:
-        results = kernel.forward_of_part(platform, call)
-        return results if with_error else results[:3]
+        return kernel.forward_of_part(platform, call, with_error)
     return kernel.forward_with_error(platform, call) if with_error else kernel.forward(platform, call)
 
 

@@ -119,7 +119,7 @@ class Native(Kernel):
         if call.key.dtype != jnp.bfloat16:
             return None
         few = call.query.shape[1] < self.few or self.width not in (None, _library().widest())
-        in_pairs = not few and not _in_float32(call.precision) and _library().has_bfloat16_products()
+        in_pairs = not few and not _in_float32(call) and _library().has_bfloat16_products()
         return f"multiplies in {'bfloat16' if in_pairs else 'float32'} and adds up in float32"
 
     def forward(self, platform: str, call: Call) -> Results:
@@ -142,9 +142,9 @@ class Native(Kernel):
         out, dtype = out[..., :D], call.value.dtype
         return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
-    def forward_of_part(self, platform: str, call: Call) -> Results:
+    def forward_of_part(self, platform: str, call: Call, with_error: bool = True) -> Results:
         """In float32: what rounded factors miss is known of whole rows alone."""
-        return self.forward_with_error(platform, dataclasses.replace(call, precision="highest"))
+        return super().forward_of_part(platform, dataclasses.replace(call, precision="highest"), with_error)
 
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
@@ -154,7 +154,10 @@ class Native(Kernel):
             return Dense().backward(platform, call, results, cotangents)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
-            results = dataclasses.replace(self, few=0).forward_with_error(platform, narrowed(call))
+            tiled = dataclasses.replace(self, few=0)
+            is_part = call.query.dtype != call.key.dtype
+            forward = tiled.forward_of_part if is_part else tiled.forward_with_error
+            results = forward(platform, narrowed(call))
         return self.backward_of_part(platform, call, results, cotangents)
 
     def backward_of_part(
@@ -177,7 +180,9 @@ class Native(Kernel):
         others = [x.astype(jnp.float32) for x in of_rows]
         *sums, totals = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
         of_qkv = [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
-        return balanced(call, results, cotangents, of_qkv, totals) if is_whole(call) and not is_part else of_qkv
+        # Alibi and RelativeBias add to scores, so that d_score is that of query and key; SoftCap is in float32.
+        added_to = call if isinstance(call.score_mod, SoftCap) else dataclasses.replace(call, score_mod=None)
+        return balanced(call, results, cotangents, of_qkv, totals) if is_whole(added_to) and not is_part else of_qkv
 
 
 def _padded(dim: int) -> int:
@@ -203,9 +208,10 @@ def _call(
         qkv = [x.astype(jnp.float32) for x in qkv]
     rate = 0.0 if call.dropout is None else call.dropout.rate
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
-    settings = {"width": np.int32(width or 0), "in_float32": _in_float32(call.precision)}
+    settings = {"width": np.int32(width or 0), "in_float32": _in_float32(call)}
     settings |= {"dropped": threshold.view(np.int32)}
-    kinds = ["each"] * 3 + ["each" if x.ndim else "none" for x in others] + list(SEQUENCES)
+    of_qkv = ["each" if x.ndim == 4 else "none" for x in qkv]  # none: of all layers of a stack
+    kinds = [*of_qkv, *("each" if x.ndim else "none" for x in others), *SEQUENCES]
     return _over_sequences(name, settings, kinds, shapes, [*qkv, *others, *_score_operands(call)])
 
 
@@ -233,22 +239,36 @@ def _over_sequences(
             x = x if batched else x[None]
             return jnp.broadcast_to(x, (size, B, *x.shape[2:])).reshape(size * B, *x.shape[2:])
 
-        of_all = zip(operands, is_batched, kinds, strict=True)
-        if not all(is_batched[:3]) or any(batched and kind == "none" for _, batched, kind in of_all):
-            axes = [0 if batched else None for batched in is_batched]  # without copies of what all share
+        def is_copied(x: jax.Array, batched: bool, kind: str) -> bool:
+            """Whether a bias or a mask array would be copied, which some sequences share."""
+            return (
+                kind == "shared"
+                and x.size > 0
+                and x.ndim == 4 + batched
+                and (x.shape[0] > 1 > batched or x.shape[1] < B and batched)
+            )
+
+        of_all = list(zip(operands, is_batched, kinds, strict=True))
+        apart = any(batched and kind == "none" for _, batched, kind in of_all)
+        if apart or not all(is_batched[:3]) or any(is_copied(*one) for one in of_all):
+            axes = [0 if batched else None for batched in is_batched]
             return jax.vmap(one_by_one, axes)(*operands), (True,) * len(shapes)
-        of_all = [joined(*one) for one in zip(operands, is_batched, kinds, strict=True)]
-        results = _over_sequences(name, settings, kinds, [(size * B, *shape[1:]) for shape in shapes], of_all)
+        joined_operands = [joined(*one) for one in of_all]
+        results = _over_sequences(name, settings, kinds, [(size * B, *shape[1:]) for shape in shapes], joined_operands)
         return tuple(x.reshape(size, B, *x.shape[1:]) for x in results), (True,) * len(shapes)
 
     return run(*operands)
 
 
-def _in_float32(precision: jax.lax.PrecisionLike) -> bool:
-    """Whether products of bfloat16 are not precise enough: if the highest precision is asked for."""
-    asked = precision if isinstance(precision, tuple) else (precision or jax.config.jax_default_matmul_precision,)
+def _in_float32(call: Call) -> bool:
+    """Whether products of bfloat16 are not precise enough: if the highest precision is asked for, or scores are bent.
+
+    Then a row's gradients of products do not sum to 0, and nothing tells what their rounding moves.
+    """
+    precision = call.precision or jax.config.jax_default_matmul_precision
+    asked = precision if isinstance(precision, tuple) else (precision,)
     highest = jax.lax.Precision.HIGHEST, "highest", "float32"
-    return any(one in highest for one in asked)
+    return isinstance(call.score_mod, SoftCap) or any(one in highest for one in asked)
 
 
 # Of ``_score_operands``: see ``_over_sequences``.

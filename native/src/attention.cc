@@ -98,7 +98,7 @@ struct Scores {
   int slots(int b) const { return lengths ? std::max(std::min(lengths[b], S), 0) : S; }
   int position_of_key(int b, int j) const { return key_positions ? key_positions[(long)b * S + j] : j; }
   const unsigned* seed(int b, int h) const { return seeds + b * seeds_of_b + h * seeds_of_h; }
-  // What queries are multiplied by: products are then scores, or those divided by the cap.
+  // What queries, or in pairs their products, are multiplied by: then those are scores, or scores divided by the cap.
   float factor() const { return cap ? scale / cap : scale; }
 };
 // The largest score of a query and the sum of exp(score - largest), kept apart: at large scores their logarithms' sum

@@ -1,5 +1,6 @@
 """The C++ kernels beyond the conformance table: lengths of many tiles, each width of vectors, and as users run them."""
 
+import dataclasses
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,11 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
+from jattn._core.arguments import make_call
+from jattn._core.call import Stack
+from jattn.api import attend_in_stack
 from jattn.kernels import native
+from jattn.kernels.dense import Dense
 from jattn.kernels.native import Native
 
 pytestmark = [pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed"), pytest.mark.filterwarnings("error")]  # fmt: skip
@@ -258,14 +263,23 @@ def test_products_of_bfloat16(name, getkey):
     assert max(highest) < 2e-3, "one rounding"
 
 
+@pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 8.0])
-def test_what_keys_have_in_common_moves_no_gradient(shift, getkey):
-    """Of what is lost where factors are rounded, too."""
-    q, k, v = arrays(getkey(), dtype=jnp.bfloat16)
+@pytest.mark.parametrize("name", ["full", "few", "alibi", "soft cap", "relative bias"])
+def test_what_keys_have_in_common_moves_no_gradient(name, shift, part, getkey):
+    """Of what is lost where factors are rounded, too; of a part of the keys, whose query is in float32, nothing is."""
+    q, k, v = arrays(getkey(), 12 if name == "few" else T, dtype=jnp.bfloat16)
     k += shift * jax.random.normal(getkey(), (1, 1, K, H), jnp.bfloat16)
-    out = lambda implementation: jax.jit(jax.grad(lambda q, k, v: jnp.sin(attend(q, k, v, implementation=implementation).astype(jnp.float32)).sum(), (0, 1, 2)))  # fmt: skip
-    exact = out("xla")(*(x.astype(jnp.float32) for x in (q, k, v)))
-    assert max(errors(out("native")(q, k, v), exact)) < 4e-3
+
+    def loss(implementation, q, k, v):
+        call = make_call(q, k, v, **OPTIONS.get(name, {}))
+        if part:
+            call = dataclasses.replace(call, query=call.query.astype(jnp.float32))
+        return jnp.sin(implementation.run(call)[0].astype(jnp.float32)).sum()
+
+    gradients = lambda implementation: jax.jit(jax.grad(functools.partial(loss, implementation), (0, 1, 2)))
+    exact = gradients(Dense())(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert max(errors(gradients(Native())(q, k, v), exact)) < (2.5e-3 if part else 4e-3)
 
 
 def test_explain_says_how_bfloat16_is_multiplied():
@@ -273,7 +287,9 @@ def test_explain_says_how_bfloat16_is_multiplied():
     products = lambda **options: jattn.explain(x, x, x, implementation=Native(**options)).splitlines()[1]
     by_default = "bfloat16" if native._library().has_bfloat16_products() else "float32"
     assert products() == f"native multiplies in {by_default} and adds up in float32"
-    assert products(width=4) == products(few=T + 1) == "native multiplies in float32 and adds up in float32"
+    assert products(few=T + 1) == "native multiplies in float32 and adds up in float32"
+    capped = jattn.explain(x, x, x, implementation="native", score_mod=score_mods.SoftCap(5.0))
+    assert "native multiplies in float32" in capped
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -393,6 +409,28 @@ def test_under_transformations(getkey):
 
 
 V = 5
+
+
+@pytest.mark.parametrize("layers, sequences", [(2, 2), (4, 2), (3, 1)])
+def test_a_batch_of_layers_in_their_stacks(layers, sequences, getkey):
+    """The first axis of a stack is no sequence."""
+    shapes = (V, sequences, 1, N, 16), (V, layers, sequences, 200, K, 16), (V, layers, sequences, 200, K, 16)
+    query, keys, values = (jax.random.normal(getkey(), shape) for shape in shapes)
+
+    def one(implementation, query, keys, values):
+        return attend_in_stack(query, keys[1], values[1], Stack(keys, values, 1), implementation=implementation)[0]
+
+    of = lambda implementation: jax.jit(jax.vmap(functools.partial(one, implementation)))(query, keys, values)
+    compare(of("native"), of("xla"))
+
+
+def test_a_batch_copies_no_shared_bias(getkey):
+    query = jax.random.normal(getkey(), (8, B, 256, N, 16))
+    bias = jnp.zeros((B, N, 256, 256))
+    fn = jax.vmap(lambda q: attend(q, q, q, bias, implementation="native"))
+    assert jax.jit(fn).lower(query).compile().memory_analysis().temp_size_in_bytes < 2 * bias.nbytes
+
+
 BATCHED = [
     "nothing", "lengths", "ids of each", "ids of all", "a bias of each", "a bias of all", "queries alone", "a scale of each",
     "few", "an example without batch",
