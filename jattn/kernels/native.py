@@ -241,12 +241,9 @@ def _over_sequences(
 
         def is_copied(x: jax.Array, batched: bool, kind: str) -> bool:
             """Whether a bias or a mask array would be copied, which some sequences share."""
-            return (
-                kind == "shared"
-                and x.size > 0
-                and x.ndim == 4 + batched
-                and (x.shape[0] > 1 > batched or x.shape[1] < B and batched)
-            )
+            if kind != "shared" or x.size == 0 or x.ndim - batched != 4:
+                return False
+            return x.shape[1] < B if batched else x.shape[0] > 1
 
         of_all = list(zip(operands, is_batched, kinds, strict=True))
         apart = any(batched and kind == "none" for _, batched, kind in of_all)

@@ -445,7 +445,8 @@ def test_a_batch_of_calls_is_one(name, getkey):
     qkv = [jax.random.normal(getkey(), shape) for shape in shapes]
     more = {"lengths": RNG.integers(1, 70, (V, B)), "a scale of each": np.linspace(0.1, 1, V, dtype=np.float32)}
     more |= dict.fromkeys(("ids of each", "ids of all"), np.sort(RNG.integers(0, 4, (V, B, 70)), -1))
-    more |= dict.fromkeys(("a bias of each", "a bias of all"), RNG.normal(size=(V, 1, N, 70, 70)).astype(np.float32))
+    more |= {"a bias of each": RNG.normal(size=(V, B, N, 70, 70)).astype(np.float32)}
+    more |= {"a bias of all": RNG.normal(size=(V, 1, N, 70, 70)).astype(np.float32)}
     option = jnp.asarray(more.get(name, np.zeros(V)))
     axes = [0, None, None, 0] if name == "queries alone" else [0, 0, 0, None if name.endswith("of all") else 0]
     operands = [x if axis == 0 else x[0] for x, axis in zip((*qkv, option), axes, strict=True)]
