@@ -76,7 +76,7 @@ def make_head(
         )
     if dropout is not None and not isinstance(dropout, Dropout):
         rate, rng = pair("dropout", dropout, "(rate, key)")
-        dropout = _dropout(rate, rng, False, "the rate of dropout=(rate, key)")
+        dropout = _dropout(rate, rng, False, "the rate of dropout=(rate, key)", "the second")
     masks = [] if mask is None else mask if isinstance(mask, tuple | list) else [mask]
     masks = [check_signature("mask", mask) for mask in masks]
     sizes = {"t": q.shape[0], "s": k.shape[0], "c": k.shape[0]}
@@ -218,7 +218,7 @@ def _window(window: Any) -> tuple[int, int]:
     return min(left, LARGEST), min(right, LARGEST)
 
 
-def _dropout(rate: Any, rng: Array | None, broadcast: bool, name: str = "dropout_rate") -> Dropout | None:
+def _dropout(rate: Any, rng: Any, broadcast: bool, name: str = "dropout_rate", key: str = "dropout_rng") -> Any:
     rate = to_number(name, rate)
     if isinstance(rate, Tracer):
         raise TypeError(f"{name} must be known while tracing, got a traced array; make it a static argument")
@@ -227,10 +227,8 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool, name: str = "dropout
         raise ValueError(f"{name} must lie in [0, 1], got {rate}")
     if rate == 0.0:
         return None
-    if rng is None and name == "dropout_rate":
-        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a key from jax.random.key; or pass dropout_rate=0")
     if rng is None:
-        raise ValueError("dropout=(rate, key) needs a key from jax.random.key, got None")
+        raise ValueError(f"{name} is {rate}, which needs {key}, a key from jax.random.key; or pass a rate of 0")
     return Dropout(rng, rate, broadcast)
 
 

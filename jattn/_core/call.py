@@ -160,7 +160,7 @@ class Call:
         rows: Slots | None = None,
         columns: Slots | None = None,
         heads: Chunk | None = None,
-        pair_columns: Slots | None = None,
+        pair_columns: Chunk | None = None,
     ) -> "Call":
         """The call for some of its queries and heads, over some of its keys.
 
@@ -175,8 +175,7 @@ class Call:
         """
         group = self.query.shape[2] // self.key.shape[2]
         query_heads = None if heads is None else Chunk(heads.first * group, heads.size * group)
-        slots = {"t": rows, "s": columns, "c": columns, "k": heads, "n": query_heads}
-        slots |= {} if pair_columns is None else {"c": pair_columns}
+        slots = {"t": rows, "s": columns, "c": pair_columns or columns, "k": heads, "n": query_heads}
 
         def cut(x: AnyArray, axes: Sequence[str]) -> AnyArray:
             for axis, letter in enumerate(axes):

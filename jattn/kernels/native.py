@@ -33,6 +33,7 @@ from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.validation import LARGEST, LEAST
 from jattn.kernels.dense import Dense
+from jattn.kernels.ffi import call_once
 from jattn.kernels.kernel import FEW, Kernel, Results, narrowed
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
@@ -212,49 +213,7 @@ def _call(
     settings |= {"dropped": threshold.view(np.int32)}
     of_qkv = ["each" if x.ndim == 4 else "none" for x in qkv]  # none: of all layers of a stack
     kinds = [*of_qkv, *("each" if x.ndim else "none" for x in others), *SEQUENCES]
-    return _over_sequences(name, settings, kinds, shapes, [*qkv, *others, *_score_operands(call)])
-
-
-def _over_sequences(
-    name: str, settings: dict[str, Any], kinds: Sequence[str], shapes: Sequence[tuple], operands: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
-    """One call of a kernel, of which ``jax.vmap`` makes one of more sequences.
-
-    ``kinds``: whether each sequence has an own entry on an operand's first axis, or may share one, or there is none.
-    """
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    B = shapes[0][0]
-
-    def one_by_one(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.ffi.ffi_call(name, types, vmap_method="sequential")(*operands, **settings))
-
-    run = jax.custom_batching.custom_vmap(one_by_one)
-
-    @run.def_vmap
-    def of_batch(size: int, is_batched: Sequence[bool], *operands: jax.Array) -> tuple[tuple, tuple]:
-        def joined(x: jax.Array, batched: bool, kind: str) -> jax.Array:
-            count = x.shape[batched] if kind != "none" and x.size else 0
-            if not batched and (count == 0 or kind == "shared" and count == 1):
-                return x
-            x = x if batched else x[None]
-            return jnp.broadcast_to(x, (size, B, *x.shape[2:])).reshape(size * B, *x.shape[2:])
-
-        def is_copied(x: jax.Array, batched: bool, kind: str) -> bool:
-            """Whether a bias or a mask array would be copied, which some sequences share."""
-            if kind != "shared" or x.size == 0 or x.ndim - batched != 4:
-                return False
-            return x.shape[1] < B if batched else x.shape[0] > 1
-
-        of_all = list(zip(operands, is_batched, kinds, strict=True))
-        apart = any(batched and kind == "none" for _, batched, kind in of_all)
-        if apart or not all(is_batched[:3]) or any(is_copied(*one) for one in of_all):
-            axes = [0 if batched else None for batched in is_batched]
-            return jax.vmap(one_by_one, axes)(*operands), (True,) * len(shapes)
-        joined_operands = [joined(*one) for one in of_all]
-        results = _over_sequences(name, settings, kinds, [(size * B, *shape[1:]) for shape in shapes], joined_operands)
-        return tuple(x.reshape(size, B, *x.shape[1:]) for x in results), (True,) * len(shapes)
-
-    return run(*operands)
+    return call_once(name, settings, kinds, shapes, [*qkv, *others, *_score_operands(call)])
 
 
 def _in_float32(call: Call) -> bool:
@@ -268,7 +227,7 @@ def _in_float32(call: Call) -> bool:
     return isinstance(call.score_mod, SoftCap) or any(one in highest for one in asked)
 
 
-# Of ``_score_operands``: see ``_over_sequences``.
+# Of ``_score_operands``: see ``jattn.kernels.ffi.call_once``.
 SEQUENCES = "none", "shared", "shared", *["each"] * 5, "none", "none", *["shared"] * 3
 
 
