@@ -212,11 +212,10 @@ class _Bare(str):
 
 
 _FIELDS = {field.name: field.metadata for field in dataclasses.fields(Call)}
-# By field: the axes of its arrays, those that may be shared after ``#``, and what their entries are.
+# By field: the axes of its arrays, those that may be shared after ``#``, and what their entries are. AXES: letters alone.
 ARRAYS: Mapping[str, tuple[tuple[str, ...], Any]] = {
     name: (of["axes"], of["kind"]) for name, of in _FIELDS.items() if of["axes"]
 }
-# The letters of the axes alone.
 AXES: Mapping[str, str] = {name: "".join(axes).replace("#", "") for name, (axes, _) in ARRAYS.items()}
 # By option: the words with which a kernel refuses it.
 REFUSED: Mapping[str, str] = {name: of["refused"] for name, of in _FIELDS.items() if of["refused"]}
