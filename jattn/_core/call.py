@@ -212,7 +212,7 @@ class _Bare(str):
 
 
 _FIELDS = {field.name: field.metadata for field in dataclasses.fields(Call)}
-# By field: the axes of its arrays, those that may be shared after ``#``, and what their entries are. AXES: letters alone.
+# By field: the axes of its arrays, those that may be shared after ``#``, and what they hold. AXES: letters alone.
 ARRAYS: Mapping[str, tuple[tuple[str, ...], Any]] = {
     name: (of["axes"], of["kind"]) for name, of in _FIELDS.items() if of["axes"]
 }
