@@ -263,6 +263,7 @@ def test_products_of_bfloat16(name, getkey):
     assert max(highest) < 2e-3, "one rounding"
 
 
+@pytest.mark.slow_except("few-8.0-True", "full-8.0-False", "alibi-8.0-False")
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 8.0])
 @pytest.mark.parametrize("name", ["full", "few", "alibi", "soft cap", "relative bias"])
