@@ -77,11 +77,11 @@ def make_head(
     if dropout is not None and not isinstance(dropout, Dropout):
         rate, rng = pair("dropout", dropout, "(rate, key)")
         dropout = _dropout(rate, rng, False, "the rate of dropout=(rate, key)", "the second")
-    masks = [] if mask is None else mask if isinstance(mask, tuple | list) else [mask]
-    masks = [check_signature("mask", mask) for mask in masks]
+    masks = mask if isinstance(mask, tuple | list) else [] if mask is None else [mask]
     sizes = {"t": q.shape[0], "s": k.shape[0], "c": k.shape[0]}
     indices = {"first_batch": 0 if batch is None else batch, "first_head": 0 if head is None else head}
-    call = _make(q, k, v, sizes, masks, bias=bias, dropout=dropout, **indices, **options)
+    checked = [check_signature("mask", mask) for mask in masks]
+    call = _make(q, k, v, sizes, checked, bias=bias, dropout=dropout, **indices, **options)
     mods: list[tuple] = [("mask", mask) for mask in call.masks]
     mods += [] if call.score_mod is None else [("score_mod", call.score_mod, jnp.float32)]
     for argument, index, position in (("batch", batch, -4), ("head", head, -3)):
@@ -122,8 +122,7 @@ def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
             "query, key, value must all be [B, length, heads, dim] or all [length, heads, dim], got " + _types(arrays)
         )
     arrays = {name: x[None] if rank == 3 else x for name, x in arrays.items()}
-    query, key, value = arrays["query"], arrays["key"], arrays.get("value")
-    needed = None
+    query, key, value, needed = arrays["query"], arrays["key"], arrays.get("value"), None
     if any(x.shape[0] != query.shape[0] for x in arrays.values()):
         needed = "one batch size"
     elif key.shape[3] != query.shape[3]:
@@ -168,15 +167,16 @@ def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyA
     if not fits:
         letters = [{"c": "S"}.get(axis[-1], axis[-1].upper()) for axis in axes]
         *fewer, every = [f"[{', '.join(letters[i:])}]" for i in range(first, -1, -1)]
-        hint = ""
-        if len(axes) == 4 and array.shape == (full[0], full[3]):
+        of_pairs, hint = len(axes) == 4, ""
+        if of_pairs and array.shape == (full[0], full[3]):
             hint = f"; a padding mask [B, S] is {name}[:, None, None, :]"
-        elif len(axes) == 4 and array.shape in ((full[0], full[2], full[3]), (full[0], 1, full[3])):
+        elif of_pairs and array.shape in ((full[0], full[2], full[3]), (full[0], 1, full[3])):
             hint = f"; one per sequence is {name}[:, None]"
         shapes = f"{', '.join(fewer)} or {every}" if fewer else every
+        shared = ", with 1 where it is shared" if first else ""
         raise ValueError(
-            f"{name} must be {_KINDS[kind]} {shapes} = {full}{', with 1 where it is shared' if first else ''}, got "
-            f"shape {list(array.shape)}{hint}"
+            f"{name} must be {_KINDS[kind]} {shapes} = {full}{' for one head' * ('b' not in sizes)}{shared}, got shape "
+            f"{list(array.shape)}{hint}"
         )
     if kind == jnp.floating:
         array = jnp.asarray(array)

@@ -155,10 +155,10 @@ ROWS: dict[str, Row] = {
     # one head
     **both("mask of floats", "mask must be bool", "float32", mask=np.ones((T, S), np.float32)),
     **both("mask of ints", "mask must be bool", "int", mask=np.ones((T, S), int)),
-    **both("mask of another shape", "mask must be [T, S]", "[5, 6]", mask=np.ones((5, S), bool)),
+    **both("mask of another shape", "mask must be bool", "[T, S] = [4, 6] for one head", "[5, 6]", mask=np.ones((5, S), bool)),
     **both("mask a class", "mask=Causal is a class", mask=Causal),
     **both("bias of ints", "bias must be floating", "int", bias=np.ones((T, S), int)),
-    **both("bias of another shape", "bias must be [T, S]", "[4, 5]", bias=np.ones((T, 5), np.float32)),
+    **both("bias of another shape", "bias must be floating", "[T, S] = [4, 6] for one head", "[4, 5]", bias=np.ones((T, 5), np.float32)),
     **both("scale a word", "scale must be a number", "'2'", scale="2"),
     **both("score_mod a class", "score_mod=SoftCap is a class", score_mod=score_mods.SoftCap),
     **both("mod without head", "score_mod differs by head", "head=", score_mod=score_mods.Alibi(np.ones(N, "f"))),
