@@ -341,9 +341,10 @@ def visible_keys(call: Call) -> Visible:
             rows_shown.append(jnp.broadcast_to(query_inside, (B, T))[:, None])
             if kv_positions is not None:  # no table has an id for LEAST
                 low, kv_positions = jnp.maximum(low, LEAST + 1), jnp.where(key_inside, kv_positions, LEAST)
+        nothing = (high == LEAST) & (positions[:, None] != LEAST)  # a query there may see keys there
         for shown in rows_shown:
-            high = jnp.where(shown, high, LEAST)
-        low = jnp.where(high == LEAST, LARGEST, low)  # a key there is not part of an interval
+            nothing |= ~jnp.asarray(shown)
+        low, high = jnp.where(nothing, LARGEST, low), jnp.where(nothing, LEAST, high)
         low, high, _ = jnp.broadcast_arrays(low, high, jnp.zeros((1, 1, T)))
     return Visible(low, high, query_ids, key_ids, kv_positions, mask)
 

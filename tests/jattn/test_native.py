@@ -27,6 +27,7 @@ B, T, N, K, H, D = 2, 300, 4, 2, 32, 48  # a task has 256 queries, a block 64 ke
 IDS = np.sort(np.random.default_rng(1).integers(0, 5, (B, T)), 1)
 RNG = np.random.default_rng(2)
 TABLE = RNG.normal(size=(32, N)).astype(np.float32)
+PARTLY_NOWHERE = np.where(np.arange(T) % 7 == 0, -(2**31), np.arange(T))  # as people mark what has no position
 ROLLED = np.stack([np.roll(np.arange(T), 77) - 5, np.arange(T)[::-1]])  # slots of a rolling cache, the first five empty
 
 
@@ -54,6 +55,8 @@ OPTIONS = {
     "segments in no order": {"mask": masks.Segments(IDS[:, ::7].repeat(7, 1)[:, :T], IDS)},
     "far positions": {"local_window_size": (2**31 - 2, 1), "query_positions": np.arange(T) + 2**31 - 1 - T},
     "unbounded": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1), "query_positions": np.arange(T) - 2**31},
+    "the least position": {"mask": masks.Causal() & masks.SlidingWindow(200), "query_positions": PARTLY_NOWHERE,
+        "kv_positions": PARTLY_NOWHERE},
     "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
     "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
     "far alibi": {"score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
