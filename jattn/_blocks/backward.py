@@ -201,14 +201,17 @@ def balanced(
     Then the weights whose sum ``out`` is were rounded, and maybe ``d_score``, so that its sum over a row, ``totals
     [B,T,N]``, is not what it should be: the cotangent of the lse. What is missing, times what the keys have in common,
     is added to the cotangent of the query. The mean of the finite keys that somebody sees, whose ``d_value`` is not 0,
-    stands for that.
+    stands for that, as far as keys deviate little from it: where they do not, a row's few keys may be far from it.
     """
     d_query, d_key, d_value = of_qkv
     d_row_sum, dtype = cotangents[1], totals.dtype
     missing = (0.0 if d_row_sum is None else d_row_sum * results[2]) - totals
     counts = (d_value != 0).any(-1, keepdims=True) & jnp.isfinite(call.key).all(-1, keepdims=True)
-    number = counts.sum(1, keepdims=True).astype(dtype)
-    mean = jnp.where(counts, call.key, 0).sum(1, keepdims=True, dtype=dtype) / jnp.maximum(number, 1.0)
+    number = jnp.maximum(counts.sum(1, keepdims=True).astype(dtype), 1.0)
+    keys = jnp.where(counts, call.key, 0).astype(dtype)
+    mean = keys.sum(1, keepdims=True) / number
+    deviation = jnp.where(counts, abs(keys - mean), 0.0).sum(1, keepdims=True) / number
+    mean /= (1.0 + (deviation / jnp.maximum(abs(mean), jnp.finfo(dtype).tiny)) ** 2) ** 2
     common = jnp.repeat(mean, call.query.shape[2] // call.key.shape[2], axis=2)
     added = (missing * call.score_scale)[..., None] * common
     return [(d_query.astype(dtype) + added).astype(d_query.dtype), d_key, d_value]

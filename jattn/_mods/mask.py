@@ -61,7 +61,8 @@ class Mask:
 
         int32, clipped where a sum overflows, or Python integers that are the same for all queries. ``-2**31`` and
         ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a query that is
-        there itself. NumPy if everything is static, otherwise JAX arrays. Arguments, int32, broadcast; a result has only the axes that it depends on.
+        there itself. NumPy if everything is static, otherwise JAX arrays. Arguments, int32, broadcast; a result has
+        only the axes that it depends on.
         """
         return None
 

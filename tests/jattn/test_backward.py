@@ -11,7 +11,9 @@ from jax.interpreters import mlir
 
 import jattn
 from jattn import masks, score_mods
+from jattn._blocks.backward import balanced
 from jattn._core import deferred
+from jattn._core.arguments import make_call
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.native import Native
@@ -245,6 +247,24 @@ def test_nor_does_it_with_products_of_bfloat16(accelerator, causal):
 
 
 @pytest.mark.slow
+def test_what_is_missing_of_a_gradient_is_told_by_what_keys_share_alone(getkey):
+    """A mean from which keys are far says nothing of a row that sees few of them."""
+    shape, small = (1, 124, 2, 8), jnp.full((1, 1, 2, 8), 0.02, jnp.bfloat16)
+    noise = jax.random.normal(getkey(), (1, 124, 1, 8), jnp.bfloat16)
+    rows = jnp.ones(shape[:3])
+
+    def added(key):
+        call = make_call(jnp.zeros(shape, jnp.bfloat16), key, key, scale=1.0)
+        zeros = [jnp.zeros(x.shape) for x in (call.query, key)]
+        return balanced(call, (rows, rows, rows), (None, None), [*zeros, jnp.ones(key.shape)], rows)[0]
+
+    np.testing.assert_allclose(added(noise + 64), -jnp.full(shape, 64.0), rtol=0.05)
+    far = (100 * noise + 8).at[:, 0].set(small[:, 0, :1])
+    assert abs(added(far)).max() < 0.05 * abs(far.astype(jnp.float32).mean(1)).max()
+    assert jnp.isfinite(added(noise * 1e30)).all()
+    assert (added(jnp.zeros_like(noise)) == 0).all()
+
+
 def test_query_key_and_value_alone_need_no_further_pass():
     """No more loops over blocks than in float32."""
     x = jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.bfloat16)
