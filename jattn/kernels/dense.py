@@ -30,7 +30,7 @@ class Dense(PlainKernel):
         return "computes all pairs"
 
     def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        return _traced_or_compiled(_dense, call)
+        return _traced_or_compiled(formula, call)
 
 
 def weights(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +46,8 @@ def _traced_or_compiled(fn: Callable[[Call], tuple[jax.Array, jax.Array]], call:
     return compiled(fn, traced)
 
 
-def _dense(call: Call) -> tuple[jax.Array, jax.Array]:
+def formula(call: Call) -> tuple[jax.Array, jax.Array]:
+    """``out [B,T,N,D]`` and ``lse [B,T,N]``, traced."""
     return over_call(dense, call, out_axes=1)
 
 

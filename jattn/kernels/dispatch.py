@@ -12,6 +12,7 @@ from jattn._core.call import Call
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import without_mesh
 from jattn._mods.pytree import holds_plain_function
+from jattn.kernels import dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
@@ -42,7 +43,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 class Dispatch(ReducingKernel):
     """``implementation=None``: what each platform takes, resolved when the program is lowered.
 
-    Where arrays besides query, key and value have gradients, all gradients are blockwise's.
+    Where arrays besides query, key and value have gradients, all gradients are blockwise's, or JAX's of the dense
+    formula where blocks do not pay.
     """
 
     name: ClassVar[str] = "by platform"  # no name to pass: it stands in no table
@@ -58,6 +60,9 @@ class Dispatch(ReducingKernel):
             return (reason or kernel.refusal_at_lowering(call)) is None
 
         return _first(platform, call, lambda kernel: kernel.pays(call) and takes(kernel))
+
+    def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
+        return None if IMPLEMENTATIONS["blockwise"].pays(call) else dense.formula
 
     def forward(self, platform: str, call: Call) -> Results:
         return self.kernel(platform, call).forward(platform, call)
@@ -104,7 +109,7 @@ def choose(call: Call, named: str | None) -> Kernel:
         Unsupported: the named implementation does not support the call.
     """
     if named is None:
-        # Only where a platform may take something else: the derivatives of ``Dispatch`` to any order are blockwise's.
+        # Only where a platform may take something else: ``Dispatch`` derives to any order by a rule of its own.
         others = (IMPLEMENTATIONS[name] for name in ("decode", "blockwise", "native"))
         pays = any(kernel.pays(call) and kernel.unsupported_reason(call) is None for kernel in others)
         return Dispatch() if pays else IMPLEMENTATIONS["xla"]

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
@@ -141,6 +142,10 @@ class Kernel:
         """In which dtype it multiplies, as a predicate, where that depends on the machine; None elsewhere."""
         return None
 
+    def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
+        """``call -> (out, lse)``, from which JAX derives what ``backward`` does not cover; None for blockwise."""
+        return None
+
     def prepare(self, call: Call) -> "Kernel":
         """The kernel for one canonical call, with what it reads of static arrays while tracing."""
         return self
@@ -194,10 +199,11 @@ class Kernel:
         return on_each_device(self._run, call, ("btnd", "btn"))
 
     def _run(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        call, lse = canonical(call), _lse if self.rounds_query else None
-        rule = {"backward": _backward, "alone": self.backward_is_for_qkv_alone, "lse": lse}
-        rule |= {"returns_error": self.returns_error}
-        return backward.differentiable(_forward, _accumulate, call, self.prepare(call), **rule)
+        call = canonical(call)
+        kernel = self.prepare(call)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(call)):
+            return _differentiable(call, kernel)
+        return deferred.compiled(_differentiable, call, kernel)
 
     @property
     def is_simulated(self) -> bool:
@@ -220,6 +226,12 @@ class Kernel:
     def _check(self, reason: str | None) -> None:
         if reason is not None:
             raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+
+
+def _differentiable(call: Call, kernel: Kernel) -> tuple[jax.Array, jax.Array]:
+    rule = {"backward": _backward, "alone": kernel.backward_is_for_qkv_alone, "returns_error": kernel.returns_error}
+    rule |= {"lse": _lse if kernel.rounds_query else None, "formula": kernel.formula(call)}
+    return backward.differentiable(_forward, _accumulate, call, kernel, **rule)
 
 
 def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Results:
