@@ -126,7 +126,7 @@ def test_torch_trains_layers_of_the_same_shapes(monkeypatch):
 
 @pytest.mark.slow
 def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
-    calls = flax_modules.function_row(TINY, 5)
+    calls = flax_modules.function_row(TINY, DECODE, 5)
     decode, before = calls["jattn"], calls["jattn"].state
     first, second = decode(), decode()
     assert (first == second).all() and decode.state.length == 4
@@ -185,7 +185,7 @@ def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(flax_modules, "attend_heads", one_more)
     monkeypatch.setattr(timing, "in_turn", None)
     with pytest.raises(Failed, match="^decode, function, 5 tokens: "):
-        flax_modules.function_row(TINY, 5)
+        flax_modules.function_row(TINY, DECODE, 5)
 
 
 def test_agreement_is_of_the_largest_number_and_nan_is_none():
@@ -224,8 +224,12 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert contents["environment"]["jattn_source"] == timing.source_digest() and contents["environment"]["cpu"]
     rows = [(row["step"], row["length"], list(row["medians"])) for row in contents["times"]]
     both, alone = ["jattn", "flax"], ["jattn", "sum"]
-    assert rows == [(TRAIN, 6, both + torch), (DECODE, 16, alone), (DECODE, 5, alone), (MODULE, 16, both)]
-    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in contents["times"])
+    halves = ("", flax_modules.HALF)
+    trained = [(TRAIN + half, 6, both + torch) for half in halves]
+    decoded = [(DECODE + half, tokens, alone) for half in halves for tokens in (16, 5)]
+    assert rows == [*trained, *decoded, (MODULE, 16, both)]
+    assert all(min(row["medians"].values()) > 0 and row["rounds"] for row in contents["times"])
+    assert all(row["apart"] < (2e-2 if flax_modules.HALF in row["step"] else 1e-4) for row in contents["times"])
     assert [(row["contestant"], row["length"]) for row in contents["memory"]] == [("jattn", 6), ("flax", 6)]
     assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in contents["memory"])
     results = SUITE.parse(contents | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})

@@ -13,6 +13,7 @@ Shared by all rows: ``environment``, ``sizes``. The parts:
 import dataclasses
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,12 +33,13 @@ MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention
 COLUMNS = ("jattn", "flax", "torch", "pallas_gpu", "native", "sum")  # native: from before it was the plain call
 TITLES = {"flax": "Flax", "sum": "sum of the cache"}
 TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
+HALF = ", bfloat16"  # of a step: float32 parameters and norms, computed in bfloat16; a cache in it
 RATE = 0.1  # of gradient descent
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes(timing.Turns):
-    """Sizes of one run; batch 1, float32, off the CPU bfloat16 in decoding."""
+    """Sizes of one run; batch 1, float32 and, on the CPU, bfloat16; off the CPU bfloat16 in decoding."""
 
     layers: int = 6
     width: int = 512
@@ -53,10 +55,9 @@ class Sizes(timing.Turns):
         """Whether it runs on the CPU."""
         return self.device == "cpu"
 
-    @property
-    def tolerance(self) -> float:
+    def tolerance(self, step: str) -> float:
         """How much results may differ, as a share of the largest number: accelerators round the inputs of products."""
-        return 1e-4 if self.on_cpu else 2e-2
+        return 1e-4 if self.on_cpu and HALF not in step else 2e-2
 
 
 @dataclasses.dataclass
@@ -76,11 +77,11 @@ class Contestant:
 class Block(nnx.Module):
     """A layer of a causal transformer: ``[1, n, width]`` to the same shape."""
 
-    def __init__(self, attention: Callable[..., nnx.Module], sizes: Sizes, rngs: nnx.Rngs):
-        width = sizes.width
+    def __init__(self, attention: Callable[..., nnx.Module], sizes: Sizes, rngs: nnx.Rngs, dtype: Any = None):
+        width, of = sizes.width, {"dtype": dtype, "rngs": rngs}
         self.attention_norm, self.mlp_norm = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
-        self.attention = attention(num_heads=sizes.num_heads, in_features=width, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+        self.attention = attention(num_heads=sizes.num_heads, in_features=width, decode=False, **of)
+        self.up, self.down = nnx.Linear(width, 4 * width, **of), nnx.Linear(4 * width, width, **of)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x), is_causal=True)
@@ -100,32 +101,34 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
     def times(step: str, length: int, row: Callable[..., dict[str, Any]], *arguments: Any) -> Job:
         return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *arguments))
 
-    for length in sizes.lengths:
-        yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
+    halves = ["", HALF] if sizes.on_cpu else [""]
+    for half, length in itertools.product(halves, sizes.lengths):
+        yield times(TRAIN + half, length, modules_row, TRAIN + half, length, trainer)
     for name in MODULES if sizes.on_cpu else ():  # a fresh process cannot share an accelerator
         key = {"contestant": name, "length": max(sizes.lengths)}
         yield Job("memory", key, functools.partial(memory_row, sizes, **key))
-    for tokens in sizes.tokens:
-        yield times(DECODE, tokens, function_row, tokens)
+    for half, tokens in itertools.product(halves, sizes.tokens):
+        yield times(DECODE + half, tokens, function_row, DECODE + half, tokens)
     yield times(MODULE, max(sizes.tokens), modules_row, MODULE, max(sizes.tokens), decoder)
 
 
 def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Contestant]) -> dict[str, Any]:
     """Times a step with either module; both must agree on its output and its change of state. Torch's need not."""
-    calls: dict[str, Any] = {name: build(sizes, length, name) for name in MODULES}
+    dtype = jnp.bfloat16 if HALF in step else None
+    calls: dict[str, Any] = {name: build(sizes, length, name, dtype) for name in MODULES}
     before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
     outputs = [one() for one in calls.values()]
     changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
-    apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
-    if step == TRAIN and sizes.on_cpu and importlib.util.find_spec("torch"):
-        calls["torch"] = torch_trainer(sizes, length)
+    apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance(step)) for pair in (outputs, changes))
+    if step.startswith(TRAIN) and sizes.on_cpu and importlib.util.find_spec("torch"):
+        calls["torch"] = torch_trainer(sizes, length, HALF in step)
     return _timed(sizes, calls, apart)
 
 
-def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
-    """Gradient descent on a transformer's mean squared error; either module gets the same parameters."""
+def trainer(sizes: Sizes, length: int, name: str, dtype: Any = None) -> Contestant:
+    """Gradient descent on a transformer's mean squared error; either module gets the same parameters, in float32."""
     rngs = nnx.Rngs(0)
-    graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs) for _ in range(sizes.layers))))
+    graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs, dtype) for _ in range(sizes.layers))))
     x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
     loss = lambda params, x, target: jnp.mean((nnx.merge(graph, params)(x) - target) ** 2)
 
@@ -136,8 +139,11 @@ def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
     return Contestant(jax.jit(step, donate_argnums=0), params, (x, target))
 
 
-def torch_trainer(sizes: Sizes, length: int) -> Callable[[], float]:
-    """A step of ``trainer`` with PyTorch's layers, whose parameters and inputs are its own; returns the loss."""
+def torch_trainer(sizes: Sizes, length: int, half: bool = False) -> Callable[[], float]:
+    """A step of ``trainer`` with PyTorch's layers, whose parameters and inputs are its own; returns the loss.
+
+    ``half``: in bfloat16, by PyTorch's automatic casts.
+    """
     import torch
     from torch import nn
 
@@ -153,9 +159,10 @@ def torch_trainer(sizes: Sizes, length: int) -> Callable[[], float]:
     def step() -> float:
         descent.zero_grad()
         y = x
-        for layer in layers:
-            y = layer(y, mask, is_causal=True)
-        loss = nn.functional.mse_loss(y, target)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            for layer in layers:
+                y = layer(y, mask, is_causal=True)
+        loss = nn.functional.mse_loss(y.float(), target)
         loss.backward()
         descent.step()
         return loss.item()
@@ -163,9 +170,9 @@ def torch_trainer(sizes: Sizes, length: int) -> Callable[[], float]:
     return step
 
 
-def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
+def function_row(sizes: Sizes, name: str, tokens: int) -> dict[str, Any]:
     """One token against a cache, compared with summing all its slots, which takes the time to read them."""
-    cache, chunk = decode_inputs(sizes, tokens)
+    cache, chunk = decode_inputs(sizes, tokens, jnp.bfloat16 if HALF in name else None)
     query, key, value = chunk
     held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
     expected = jax.nn.dot_product_attention(query, *held)
@@ -176,27 +183,27 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
 
     implementations = {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
     calls = {}
-    for name, implementation in implementations.items():
+    for kind, implementation in implementations.items():
         jitted = jax.jit(functools.partial(step, implementation), donate_argnums=0)
-        calls[name] = Contestant(jitted, jax.tree.map(jnp.copy, cache), chunk)  # a copy, which the step donates
-    apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
+        calls[kind] = Contestant(jitted, jax.tree.map(jnp.copy, cache), chunk)  # a copy, which the step donates
+    apart = max(agree(f"{name}, {tokens} tokens", one(), expected, sizes.tolerance(name)) for one in calls.values())
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
     return _timed(sizes, calls | {"sum": read}, apart)
 
 
-def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
+def decode_inputs(sizes: Sizes, tokens: int, dtype: Any = None) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
     """A random cache without the last of ``tokens``, and that token's query, key and value."""
     head_dim, few = sizes.width // sizes.num_heads, sizes.num_kv_heads
     shapes = ((sizes.slots, few), (sizes.slots, few), (1, sizes.num_heads), (1, few), (1, few))
-    dtype = jnp.float32 if sizes.on_cpu else jnp.bfloat16
+    dtype = dtype or (jnp.float32 if sizes.on_cpu else jnp.bfloat16)
     key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim), dtype) for i, x in enumerate(shapes))
     return jattn.KVCache(key, value, jnp.full(1, tokens - 1, jnp.int32)), tuple(chunk)
 
 
-def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
+def decoder(sizes: Sizes, tokens: int, name: str, dtype: Any = None) -> Contestant:
     """One token through a module with ``decode=True``; its state is its cache, from ``decode_inputs``."""
-    cache, (query, _, _) = decode_inputs(sizes, tokens)
+    cache, (query, _, _) = decode_inputs(sizes, tokens, dtype)
     options = {"num_kv_heads": sizes.num_kv_heads, "dtype": query.dtype, "decode": True}
     module = MODULES[name](sizes.num_heads, sizes.width, **options, rngs=nnx.Rngs(0))
     module.init_cache((1, sizes.slots, sizes.width), query.dtype)
@@ -277,9 +284,9 @@ def markdown(results: Results) -> str:
     of_torch = " torch: with `nn.TransformerEncoderLayer`, its own parameters." if "torch" in columns else ""
     return document(
         "# Layers, measured",
-        "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer."
-        f"{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of all the cache's slots. "
-        "`apart`: how far results differ, as a share of the largest number. Written by `jattn bench "
+        "Medians of calls in turn, batch 1, float32 unless a step says bfloat16. Training: a step of gradient descent "
+        f"of a causal transformer.{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of all "
+        "the cache's slots. `apart`: how far results differ, as a share of the largest number. Written by `jattn bench "
         "--suite layers`.",
         "## What was asked",
         goal_table(goals(results)),
