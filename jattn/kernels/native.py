@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn._blocks.all_heads import rounding_error
-from jattn._blocks.backward import balanced, exact_out, is_whole
+from jattn._blocks.backward import balanced, exact_out
 from jattn._blocks.plan import describe_work, plan_call
 from jattn._core import deferred
 from jattn._core.call import Call
@@ -118,9 +118,14 @@ class Native(Kernel):
         """Of bfloat16 alone does it depend on the machine."""
         if call.key.dtype != jnp.bfloat16:
             return None
-        few = call.query.shape[1] < self.few or self.width not in (None, _library().widest())
-        in_pairs = not few and not _in_float32(call) and _library().has_bfloat16_products()
+        in_pairs = call.query.shape[1] >= self.few and self._multiplies_pairs(call)
         return f"multiplies in {'bfloat16' if in_pairs else 'float32'} and adds up in float32"
+
+    def _multiplies_pairs(self, call: Call) -> bool:
+        """Whether the products of many queries are of pairs of bfloat16, which rounds their factors."""
+        widest = self.width in (None, _library().widest())
+        has_pairs = call.key.dtype == jnp.bfloat16 and _library().has_bfloat16_products()
+        return bool(has_pairs) and widest and not _in_float32(call)
 
     def forward(self, platform: str, call: Call) -> Results:
         """By the kernels."""
@@ -166,7 +171,7 @@ class Native(Kernel):
     ) -> Sequence[Array]:
         qkv, is_part = (call.query, call.key, call.value), call.query.dtype != call.key.dtype
         call = narrowed(call)
-        if is_part:
+        if is_part:  # in float32, as ``forward_of_part``
             call = dataclasses.replace(call, precision="highest")
         out, row_sum = exact_out(results), results[2]
         d_out, d_row_sum = (0.0 if x is None else x for x in cotangents)
@@ -181,9 +186,8 @@ class Native(Kernel):
         others = [x.astype(jnp.float32) for x in of_rows]
         *sums, totals = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
         of_qkv = [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
-        # Alibi and RelativeBias add to scores, so that d_score is that of query and key; SoftCap is in float32.
-        added_to = call if isinstance(call.score_mod, SoftCap) else dataclasses.replace(call, score_mod=None)
-        return balanced(call, results, cotangents, of_qkv, totals) if is_whole(added_to) and not is_part else of_qkv
+        # Alibi and RelativeBias add to scores, so that d_score is that of query and key.
+        return balanced(call, results, cotangents, of_qkv, totals) if self._multiplies_pairs(call) else of_qkv
 
 
 def _padded(dim: int) -> int:
