@@ -36,11 +36,13 @@ BUFFERS = re.compile(
 def load(
     source: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.float32, family: Family | None = None
 ) -> Transformer:
-    """The model in a folder, from its ``config.json`` and all ``*.safetensors`` beside it, or in a GGUF file.
+    """The model in a folder, from its ``config.json`` and the safetensors beside it, or in a GGUF file.
 
     Args:
-        source: a folder as saved by Hugging Face's ``save_pretrained``, or a file ``*.gguf``, which is dequantised. Of
-            an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the folder.
+        source: a folder as saved by Hugging Face's ``save_pretrained``: ``model.safetensors``, or else the files that
+            ``model.safetensors.index.json`` names, or without either all ``*.safetensors``; or a file ``*.gguf``, which
+            is dequantised. Of an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the
+            folder.
         ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads.
         dtype: the dtype of the parameters.
         family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.
@@ -48,9 +50,9 @@ def load(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the family is unknown; the config has a key that may change what the model computes and is not
-            known here; an output embedding differs from the input's, to which the config ties it; a file is damaged;
-            tensors are missing, left over, of another shape, not floating-point, or in two files. The message names all
-            of them.
+            known here; the folder holds an adapter; an output embedding differs from the input's, to which the config
+            ties it; a file is damaged; tensors are missing, left over, of another shape, not floating-point, or in two
+            files. The message names all of them.
         TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
         ImportError: safetensors, or for a GGUF file gguf, is not installed.
 

@@ -5,20 +5,28 @@ Nothing in these files is executed. A damaged or malicious file raises an error 
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_INDEX = "model.safetensors.index.json"
+
 
 def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of all ``*.safetensors`` in ``folder`` by name, except those that match ``exclude``; and the config.
+    """The tensors of the model in ``folder`` by name, except those that match ``exclude``; and the config.
 
-    Raises as ``load``.
+    They are those of ``model.safetensors``; without that file those of the files that an index names; without either
+    those of all ``*.safetensors``. Raises as ``load``.
     """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as missing:
         raise ImportError("reading safetensors needs the package of that name: pip install 'jattn[hf]'") from missing
-    files = sorted(folder.glob("*.safetensors"))
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter (adapter_config.json), which is not read: merge it into its model"
+        )
+    files, where = _files(folder)
     for name, exists in (("config.json", (folder / "config.json").is_file()), ("*.safetensors", bool(files))):
         if not exists:
             raise FileNotFoundError(f"no {name} in {str(folder)!r}; expected the folder of a saved model")
@@ -27,14 +35,37 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
     for file in files:
         try:
             with safe_open(file, framework="flax") as opened:  # NumPy's has no bfloat16
-                loaded = {name: opened.get_tensor(name) for name in opened.keys() if not exclude.search(name)}
+                wanted = [name for name in opened.keys() if where.get(name, file.name) == file.name]
+                loaded = {name: opened.get_tensor(name) for name in wanted if not exclude.search(name)}
         except (SafetensorError, ValueError, TypeError) as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
         if duplicates := sorted(loaded.keys() & tensors.keys()):
             raise ValueError(f"{file} and {sources[duplicates[0]]} both hold {', '.join(duplicates)}; remove one")
         tensors |= loaded
         sources |= dict.fromkeys(loaded, file)
+    if absent := sorted(name for name in where.keys() - tensors.keys() if not exclude.search(name)):
+        raise ValueError(f"{folder / _INDEX} names tensors that are not where it says: {', '.join(absent)}")
     return tensors, _read_json(folder / "config.json")
+
+
+def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The files to read, and the file of each tensor in an index that is followed."""
+    whole, index = folder / "model.safetensors", folder / _INDEX
+    if whole.is_file():
+        return [whole], {}
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors")), {}
+    where = _read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(_is_name(name) for name in where.values()):
+        raise ValueError(f"{index} must have a weight_map from tensors to names of files beside it")
+    names = sorted(set(where.values()))
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(absent)}")
+    return [folder / name for name in names], where
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def _read_json(file: Path) -> dict[str, Any]:

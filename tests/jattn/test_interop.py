@@ -256,6 +256,40 @@ def test_folders_that_hold_no_model(tmp_path):
         interop.load(tmp_path)
 
 
+def test_an_index_says_which_files_hold_the_model(tmp_path):
+    """As transformers reads a folder: one whole file first, then those of the index; others beside them are not read."""
+    from safetensors.numpy import save_file
+
+    def shards(**changes):
+        names, half = list(tensors), len(tensors) // 2
+        for i, part in enumerate((names[:half], names[half:])):
+            save_file({name: tensors[name] for name in part}, tmp_path / f"part-{i}.safetensors")
+        where = {name: f"part-{int(i >= half)}.safetensors" for i, name in enumerate(names)} | changes
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+    tensors = gpt2_tensors()
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    save_file({name: x + 1 for name, x in tensors.items()}, tmp_path / "consolidated.safetensors")
+    shards()
+    embedding = lambda: np.asarray(interop.load(tmp_path).token_embed.embedding[...])
+    np.testing.assert_array_equal(embedding(), tensors["wte.weight"])
+    shards(**{"wte.weight": "part-9.safetensors"})
+    with pytest.raises(FileNotFoundError, match=r"index\.json names files that are not there: part-9\.safetensors"):
+        interop.load(tmp_path)
+    shards(other="part-0.safetensors")
+    with pytest.raises(ValueError, match=r"names tensors that are not where it says: other"):
+        interop.load(tmp_path)
+    for name in ("../part-0.safetensors", "config.json", 3):
+        shards(**{"wte.weight": name})
+        with pytest.raises(ValueError, match="weight_map from tensors to names of files beside it"):
+            interop.load(tmp_path)
+    save_file({name: x + 2 for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(embedding(), tensors["wte.weight"] + 2)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\)"):
+        interop.load(tmp_path)
+
+
 @pytest.mark.slow
 def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
     model, tokens = interop.from_tensors(bert_tensors(), BERT), np.arange(10).reshape(2, 5) % VOCABULARY

@@ -286,8 +286,8 @@ def markdown(results: Results) -> str:
         "# Layers, measured",
         "Medians of calls in turn, batch 1, float32 unless a step says bfloat16. Training: a step of gradient descent "
         f"of a causal transformer.{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of "
-        "all the cache's slots. `apart`: how far results differ, as a share of the largest number. Written by `jattn bench "
-        "--suite layers`.",
+        "all the cache's slots. `apart`: how far results differ, as a share of the largest number. Written by `jattn "
+        "bench --suite layers`.",
         "## What was asked",
         goal_table(goals(results)),
         "## Milliseconds",
