@@ -50,7 +50,8 @@ def llama(options: Mapping[str, Any]) -> Config:
 
 
 def mistral(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Mistral's config: a Llama whose queries may see a window."""
+    """The sizes in a Mistral's config: a Llama whose queries may see a window, of 4096 tokens unless it says null."""
+    options = {"sliding_window": 4096, **options}  # the family's default, MistralConfig's in transformers 5.24
     window = numbers(options, {}, {"window": "sliding_window"})
     refuse_windows(options, "sliding_attention" if window else "full_attention")
     refuse_others(options, *READ, *UNCHANGED)

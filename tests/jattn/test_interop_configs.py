@@ -82,3 +82,25 @@ def test_a_family_of_ones_own_says_its_keys_or_none():
     assert OWN["stablelm"].config(options).norm == "layer"
     with pytest.raises(ValueError, match=r"stablelm has keys .*'clip_qkv': 8.0"):
         refuse_others(options, *CONFIGS["stablelm"])
+
+
+def test_a_mistral_without_the_key_has_the_familys_window():
+    config = {key: x for key, x in CONFIGS["mistral"].items() if key != "sliding_window"}
+    assert interop.read_config(config).window == 4096
+    assert interop.read_config(config | {"sliding_window": None}).window is None
+
+
+@pytest.mark.parametrize("name", interop.FAMILIES)
+def test_a_key_that_is_absent_means_what_it_means_to_transformers(name):
+    """Or is refused. Heads of keys and head dims aside, which the tensors' shapes tell."""
+    transformers = pytest.importorskip("transformers", reason="compared where transformers is installed")
+    whole = json.loads(transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    expected = interop.read_config(whole)
+    read = []
+    for key in whole.keys() - {"num_key_value_heads", "head_dim"}:
+        try:
+            assert interop.read_config({other: x for other, x in whole.items() if other != key}) == expected, key
+            read.append(key)
+        except ValueError as error:
+            assert key in str(error)
+    assert "tie_word_embeddings" in read
