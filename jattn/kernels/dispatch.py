@@ -1,6 +1,7 @@
 """Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
 from jattn.kernels.dense import Dense
 from jattn.kernels.interface import Implementation, OverDevices, Unsupported
-from jattn.kernels.kernel import PLATFORMS, Kernel, ReducingKernel, Results, narrowed
+from jattn.kernels.kernel import MIN_SCORES, PLATFORMS, Kernel, ReducingKernel, Results, narrowed
 from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
@@ -62,7 +63,9 @@ class Dispatch(ReducingKernel):
         return _first(platform, call, lambda kernel: kernel.pays(call) and takes(kernel))
 
     def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
-        return None if IMPLEMENTATIONS["blockwise"].pays(call) else dense.formula
+        scores = math.prod(size for size in (*call.query.shape[:3], call.key.shape[1]) if isinstance(size, int))
+        in_blocks = IMPLEMENTATIONS["blockwise"].pays(call) or scores >= MIN_SCORES
+        return None if in_blocks else dense.formula
 
     def forward(self, platform: str, call: Call) -> Results:
         return self.kernel(platform, call).forward(platform, call)

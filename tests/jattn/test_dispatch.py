@@ -151,6 +151,8 @@ def test_short_calls_take_what_the_kernels_lack_from_the_formula(dtype):
         "of others": lambda f: jax.value_and_grad(f, (0, 3, 4, 5)),
         "forward": lambda f: lambda *x: jax.jvp(f, x, x),
         "second": lambda f: lambda *x: jax.jvp(jax.grad(f, (0, 1)), x, x),
+        "second, of others": lambda f: lambda *x: jax.jvp(jax.grad(f, (3, 4, 5)), x, x),
+        "third": lambda f: lambda *x: jax.jvp(lambda *x: jax.jvp(jax.grad(f, (1, 4, 5)), x, x)[1], x, x)[1],
         "second, rematerialised": lambda f: jax.grad(lambda *x: jax.grad(jax.checkpoint(f), 2)(*x).astype(jnp.float32).sum(), (0, 3)),
         "batched": lambda f: lambda q, *x: jax.vmap(jax.grad(f), (0, *[None] * 5))(jnp.stack([q, q + 1]), *x),
     }  # fmt: skip
