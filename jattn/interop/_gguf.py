@@ -55,10 +55,13 @@ def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise ValueError(f"{file} holds a {family!r}; GGUF files of {', '.join(_PERMUTED)} can be read")
     config: dict[str, Any] = {"model_type": family}
     config |= {ours: fields[f"{family}.{name}"] for name, ours in _CONFIG.items() if f"{family}.{name}" in fields}
-    if fields.get(f"{family}.rope.scaling.type", "none") != "none" or any(
-        one.name == "rope_freqs.weight" for one in reader.tensors
-    ):
-        raise ValueError(f"{file} scales its rotary frequencies, which is not read from GGUF files")
+    scaling = fields.get(f"{family}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear") or any(one.name == "rope_freqs.weight" for one in reader.tensors):
+        raise ValueError(
+            f"{file} scales its rotary frequencies in another way than linearly, which is not read from GGUF files"
+        )
+    if scaling == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": fields.get(f"{family}.rope.scaling.factor")}
     tensors = {}
     with _damaged(file):
         _refuse_others(fields, family)
@@ -68,6 +71,9 @@ def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             tensors[name] = x if rows is None else _unpermuted(x, rows)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["vocab_size"] = len(tensors.get("model.embed_tokens.weight", ()))
+    if family == "llama":  # no field says so, only the tensors
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
+        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in tensors
     return tensors, config
 
 
@@ -89,11 +95,12 @@ def _refuse_others(fields: Mapping[str, Any], family: str) -> None:
     heads = max(options.get("attention.head_count", 1), 1)
     head_dim = options.get("attention.key_length", options.get("embedding_length", 0) // heads)
     neutral = {
-        "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scaling.type": "none",
-        "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0, "attention.causal": True, "expert_count": 0,
-        "expert_used_count": 0, "vocab_size": options.get("vocab_size"), "rope.scaling.finetuned": False,
+        "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scale_linear": 1.0,
+        "rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": False,
+        "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "vocab_size": options.get("vocab_size"),
     }  # fmt: skip
-    unread = {name: x for name, x in options.items() if name not in _CONFIG}
+    linear = ("rope.scaling.type", "rope.scaling.factor") if options.get("rope.scaling.type") == "linear" else ()
+    unread = {name: x for name, x in options.items() if name not in _CONFIG and name not in linear}
     others = {name: x for name, x in unread.items() if name not in neutral or neutral[name] != x}
     if others:
         raise ValueError(f"options that are not known here: {others}")
@@ -131,5 +138,5 @@ def _heads(name: str, config: Mapping[str, Any]) -> int | None:
 
 
 def _unpermuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads * (half, 2), in]`` as ``[heads * (2, half), in]``."""
+    """Rows ``[heads * (half, 2), ...]``, of weights or biases, as ``[heads * (2, half), ...]``."""
     return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

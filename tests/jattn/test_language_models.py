@@ -550,6 +550,32 @@ def test_gguf_is_the_same_model(gguf_file):
     close(logits(model, tokens), logits(interop.from_tensors(tensors, config), tokens))
 
 
+def test_a_llamas_biases_and_linear_scaling_are_read_from_gguf(tmp_path):
+    """Rows of query and key are permuted, in weights and biases, as llama.cpp pairs features."""
+    gguf, config = pytest.importorskip("gguf"), CONFIGS["llama"] | {"attention_bias": True, "mlp_bias": True}
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "head_dim": HEAD_DIM}
+    rng, tensors = np.random.default_rng(3), {}
+    for key, x in tensors_of("llama").items():
+        tensors[key] = x
+        if key.endswith("proj.weight"):
+            tensors[key.replace("weight", "bias")] = rng.normal(size=len(x)).astype(np.float32)
+    writer = gguf_writer(
+        file := tmp_path / "tiny.gguf", "llama", block_count=LAYERS, context_length=config["max_position_embeddings"],
+        embedding_length=config["hidden_size"], feed_forward_length=config["intermediate_size"], head_count=HEADS,
+        head_count_kv=KV_HEADS, layer_norm_rms_eps=config["rms_norm_eps"], rope_freq_base=config["rope_theta"],
+        key_length=HEAD_DIM, rope_scaling_type=gguf.RopeScalingType.LINEAR, rope_scaling_factor=4.0,
+    )  # fmt: skip
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    for key, x in tensors.items():
+        if "q_proj" in key or "k_proj" in key:
+            x = x.reshape(-1, 2, HEAD_DIM // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight", ".bias")), x)
+    close_gguf(writer)
+    expected, result = interop.from_tensors(tensors, config), interop.load(file)
+    assert result.config.position == expected.config.position and result.config.position.scaling is not None
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(result), nnx.state(expected))
+
+
 def test_the_vocabulary_of_a_gguf_file(gguf_file):
     tokenizer = interop.tokenizer(gguf_file[0])
     encoded = tokenizer.encode("abcab 12<|endoftext|>")
