@@ -246,7 +246,6 @@ def test_nor_does_it_with_products_of_bfloat16(accelerator, causal):
     assert largest_error_with_much_in_common(Blockwise((64, 64)), causal) <= 0.004
 
 
-@pytest.mark.slow
 def test_what_is_missing_of_a_gradient_is_told_by_what_keys_share_alone(getkey):
     """A mean from which keys are far says nothing of a row that sees few of them."""
     shape, small = (1, 124, 2, 8), jnp.full((1, 1, 2, 8), 0.02, jnp.bfloat16)
@@ -265,6 +264,7 @@ def test_what_is_missing_of_a_gradient_is_told_by_what_keys_share_alone(getkey):
     assert (added(jnp.zeros_like(noise)) == 0).all()
 
 
+@pytest.mark.slow
 def test_query_key_and_value_alone_need_no_further_pass():
     """No more loops over blocks than in float32."""
     x = jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.bfloat16)
