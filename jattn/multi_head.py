@@ -22,6 +22,7 @@ from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
+from jattn.positions import at_length
 from jattn.sharding._dot_general import dot_general
 from jattn.sharding._head_parallel import OverMesh
 from jattn.sharding._split_keys import for_cache
@@ -199,8 +200,9 @@ def _with_positions_and_cache(
         query_positions = at_queries if query_positions is None else query_positions
         kv_positions = query_positions if T == S else chunk_positions
     if position is not None:
-        query = position(query, _or_arange(query_positions, query))
-        key = position(key, _or_arange(kv_positions, key))
+        rotate = at_length(position, S if cache is None else cache.capacity)
+        query = rotate(query, _or_arange(query_positions, query))
+        key = rotate(key, _or_arange(kv_positions, key))
     if cache is None:
         return query, key, value, None
     in_a_ring = isinstance(implementation, OverMesh) and "length" in implementation.kinds

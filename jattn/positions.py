@@ -2,15 +2,26 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
+from jattn._mods.arrays import Length
 from jattn._mods.validation import to_int32
 
-__all__ = ["LinearScaling", "Llama3Scaling", "Rotary", "YarnScaling", "sinusoidal"]
+__all__ = [
+    "DynamicScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "Rotary",
+    "YarnScaling",
+    "at_length",
+    "sinusoidal",
+]
 
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
@@ -90,8 +101,9 @@ class YarnScaling:
     """``scaling=`` of ``Rotary``: YaRN's "NTK by parts", which divides low frequencies by ``factor``.
 
     Frequencies of more than ``beta_fast`` turns within ``original_length`` are kept, those below ``beta_slow`` turns
-    divided. Between, it interpolates linearly in the dimension. Cosine and sine are multiplied by
-    ``0.1 ln(factor) + 1`` (and so scores by its square), or by ``attention_factor`` if given.
+    divided. Between, it interpolates linearly in the dimension, from one whole dimension to another, or with
+    ``truncate=False`` between the exact ones. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (and so scores
+    by its square), or by ``attention_factor`` if given.
 
     Example:
         >>> scaling = jattn.positions.YarnScaling(factor=4.0, original_length=512)
@@ -109,6 +121,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
         half = len(frequencies)
@@ -117,8 +130,10 @@ class YarnScaling:
             # the (real-valued) index of the frequency that makes `turns` turns within original_length positions
             return half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(base)
 
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), 2 * half - 1)
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
         interpolated = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0.0, 1.0)
         scaled = frequencies * (1.0 - interpolated) + frequencies / self.factor * interpolated
         attention_factor = self.attention_factor
@@ -128,12 +143,78 @@ class YarnScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class DynamicScaling:
+    """``scaling=`` of ``Rotary``: "dynamic NTK", a larger base for sequences longer than ``original_length``.
+
+    ``base * (factor * length / original_length - factor + 1) ^ (dim / (dim - 2))``. ``length`` is that of the call, or
+    the capacity of its cache, as ``at_length`` sets it; up to ``original_length``, nothing changes.
+
+    Example:
+        >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))
+        >>> longer = jattn.positions.at_length(rotary, 1024)
+        >>> (rotary.frequencies(16)[0] / longer.frequencies(16)[0]).round(2).tolist()
+        [1.0, 1.17, 1.37, 1.6, 1.87, 2.19, 2.57, 3.0]
+
+    Source: YaRN, https://arxiv.org/abs/2309.00071, appendix B.3.
+    """
+
+    factor: float
+    original_length: int
+    length: Length = 0
+
+    def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        dim = 2 * len(frequencies)
+        if self.length <= self.original_length or dim == 2:  # of two features, the only frequency is 1
+            return frequencies, 1.0
+        stretch = self.factor * self.length / self.original_length - self.factor + 1.0
+        return (base * stretch ** (dim / (dim - 2))) ** (-np.arange(0, dim, 2) / dim), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """``scaling=`` of ``Rotary``: LongRoPE, which divides every frequency by a factor of its own.
+
+    They are ``short_factors`` up to ``original_length`` tokens and ``long_factors`` beyond, for all tokens alike.
+    ``length`` is that of the call, or the capacity of its cache, as ``at_length`` sets it. Cosine and sine are
+    multiplied by ``attention_factor``.
+
+    Raises:
+        ValueError: at a call, the factors are not half as many as the features that are rotated.
+
+    Example:
+        >>> scaling = jattn.positions.LongRopeScaling((1.0, 1.0), (1.5, 4.0), original_length=512)
+        >>> rotary = jattn.positions.Rotary(scaling=scaling)
+        >>> longer = jattn.positions.at_length(rotary, 513)
+        >>> (rotary.frequencies(4)[0] / longer.frequencies(4)[0]).tolist()
+        [1.5, 4.0]
+
+    Source: https://arxiv.org/abs/2402.13753, section 3; ``attention_factor``: Phi-3's published code.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    attention_factor: float = 1.0
+    length: Length = 0
+
+    def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        for factors in (self.short_factors, self.long_factors):
+            if len(factors) != len(frequencies):
+                raise ValueError(
+                    f"LongRopeScaling: short_factors and long_factors must be {len(frequencies)} each, half as many as "
+                    f"the features that are rotated, got {len(self.short_factors)} and {len(self.long_factors)}"
+                )
+        factors = self.short_factors if self.length <= self.original_length else self.long_factors
+        return frequencies / np.asarray(factors), self.attention_factor
+
+
+@dataclasses.dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding: rotates pairs of features by ``position * base^(-2i/dim)``.
 
     Feature ``i`` is paired with ``i + dim/2`` (the convention of GPT-NeoX, Llama's checkpoints on the hub and Flax).
     ``fraction``: the leading share of the head dim that is rotated; the rest is unchanged. ``scaling``:
-    ``LinearScaling``, ``Llama3Scaling`` or ``YarnScaling``.
+    ``LinearScaling``, ``Llama3Scaling``, ``YarnScaling``, ``DynamicScaling`` or ``LongRopeScaling``.
 
     ``Rotary()(x, positions)``: ``x [..., T, N, H]``, ``positions`` integers ``[T]`` or ``[..., T]``; returns x's shape
     and dtype, computed in at least float32.
@@ -154,7 +235,7 @@ class Rotary:
 
     base: float = 10000.0
     fraction: float = 1.0
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling | None = None
 
     def __post_init__(self):
         if not self.base > 1:
@@ -198,3 +279,22 @@ class Rotary:
 
 
 jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part of any pytree or module
+
+
+def at_length(position: Any, length: Length) -> Any:
+    """A ``Rotary`` with its frequencies for sequences of ``length`` tokens, where they depend on it.
+
+    The modules and ``multi_head_attention`` call it with the tokens of a call, or with the capacity of its cache, so
+    that a text in chunks is rotated as the whole. Any other function is returned as it is.
+
+    Example:
+        >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))
+        >>> jattn.positions.at_length(rotary, 1024).scaling.length
+        1024
+        >>> jattn.positions.at_length(jattn.positions.Rotary(), 1024) == jattn.positions.Rotary()
+        True
+    """
+    scaling = position.scaling if isinstance(position, Rotary) else None
+    if not isinstance(scaling, DynamicScaling | LongRopeScaling):
+        return position
+    return dataclasses.replace(position, scaling=dataclasses.replace(scaling, length=length))
