@@ -1,11 +1,13 @@
 """Places a checkpoint's tensors in a ``Transformer``."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,11 +15,12 @@ from flax import nnx
 from jattn.interop._config import Config
 from jattn.interop._families import family_of
 from jattn.interop._gguf import read_gguf
+from jattn.interop._progress import track
 from jattn.interop._safetensors import read_folder
 from jattn.interop._transformer import Transformer
 from jattn.interop.family import Family
 
-Tensors = Mapping[str, Any]
+Tensors = Mapping[str, Any]  # of arrays, or of what has a shape and a dtype and is an array once it is sliced
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
@@ -34,18 +37,33 @@ BUFFERS = re.compile(
 
 
 def load(
-    source: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.float32, family: Family | None = None
+    source: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
+    dtype: Any = jnp.float32,
+    family: Family | None = None,
+    progress: bool = True,
 ) -> Transformer:
     """The model in a folder, from its ``config.json`` and the safetensors beside it, or in a GGUF file.
+
+    Tensors are read one at a time and kept in ``dtype`` alone.
+
+    What no GGUF file says is taken as most published models of its family have it, unless ``config`` says otherwise: a
+    Mistral or Qwen has no window, a Gemma the query scale of its size and no later tokens in sight, a GPT-2
+    ``"gelu_new"``; rotary positions are not scaled dynamically, and those of YaRN without ``mscale`` and ``truncate``.
 
     Args:
         source: a folder as saved by Hugging Face's ``save_pretrained``: ``model.safetensors``, or else the files that
             ``model.safetensors.index.json`` names, or without either all ``*.safetensors``; or a file ``*.gguf``, which
             is dequantised. Of an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the
             folder.
+        config: keys of ``config.json`` in place of the file's, such as ``{"model_type": "mistral", "sliding_window":
+            4096}`` for a GGUF file of the first Mistral, ``{"query_pre_attn_scalar": 144}`` for an unusual Gemma.
         ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads.
         dtype: the dtype of the parameters.
         family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.
+        progress: show on a terminal's stderr how many tensors are read.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -71,8 +89,12 @@ def load(
     """
     source = Path(source)
     is_gguf = source.suffix.lower() == ".gguf"
-    tensors, config = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
-    return from_tensors(tensors, config, ignore=ignore, dtype=dtype, family=family)
+    tensors, options = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
+    options |= {} if config is None else config
+    family = family_of(options) if family is None else family
+    if is_gguf:  # its norms are stored as what they multiply by
+        family = dataclasses.replace(family, norm_offset=0.0)
+    return _model(tensors, options, ignore, dtype, family, progress)
 
 
 def from_tensors(
@@ -103,14 +125,19 @@ def from_tensors(
         >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this one repeats what it reads
         [[2, 0, 1]]
     """
+    return _model(tensors, config, ignore, dtype, family_of(config) if family is None else family, progress=False)
+
+
+def _model(
+    tensors: Tensors, config: Mapping[str, Any], ignore: Sequence[str], dtype: Any, family: Family, progress: bool
+) -> Transformer:
+    """The model of ``from_tensors``, with every tensor read once."""
     if isinstance(ignore, str):
         raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
-    family = family_of(config) if family is None else family
-    tensors = {
-        name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
-    }
+    left_out = (*ignore, *family.skipped)
+    tensors = {name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(left_out)}
     names: dict[str, list[str]] = {}
     for name in tensors:
         prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
@@ -128,18 +155,55 @@ def from_tensors(
     model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(model)
     flat = [(path, ".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(abstract)]
-    placed = _place(tensors, family, sizes, {name: leaf.shape for _, name, leaf in flat})
-    state = []
-    for path, name, leaf in flat:
-        parts = (jnp.asarray(x, dtype) for x in placed.pop(name))  # one at a time: a model may fill the memory
-        state.append((path, leaf.replace(jnp.stack(list(parts)) if name.startswith("layers.") else next(parts))))
+    shapes = {name: leaf.shape for _, name, leaf in flat}
+    sources = _fitting(tensors, family, sizes, shapes)
+    # Memory that was not written to is not taken: this grows by one tensor after the other.
+    arrays = {name: _aligned(shape, jax.dtypes.canonicalize_dtype(dtype)) for name, shape in shapes.items()}
+    for source in track(sources, "reading tensors", progress):
+        _read_into(arrays, tensors[source.name], source, family, sizes)
+    state = [(path, leaf.replace(jax.device_put(arrays.pop(name)))) for path, name, leaf in flat]
     return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An empty array that ``device_put`` takes over on the CPU, since it begins at a multiple of 64 bytes."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)
+
+
+_ROWS = 1 << 22  # numbers that are read at once
+
+
+def _chunks(x: Any) -> Iterator[slice]:
+    step = max(_ROWS // max(math.prod(x.shape[1:]), 1), 1)
+    return (slice(at, min(at + step, x.shape[0])) for at in range(0, x.shape[0], step))
+
+
+def _read_into(arrays: dict[str, np.ndarray], x: Any, source: "Source", family: Family, config: Config) -> None:
+    """Reads a tensor into the arrays of the parameters that it holds."""
+    targets = [arrays[name] if source.layer is None else arrays[name][source.layer] for name in source.targets]
+    if len(targets) > 1:
+        whole = np.asarray(x[:])
+        whole = whole.T if source.transposed else whole
+        widths = [_flat(name, arrays[name].shape)[-1] for name in source.targets]
+        for target, part in zip(targets, family.fused(whole, widths, config.size_of_head), strict=True):
+            target[...] = part.reshape(target.shape)
+        return
+    rows = targets[0].reshape(_flat(source.targets[0], arrays[source.targets[0]].shape))
+    rows = rows.T if source.transposed else rows
+    offset = family.norm_offset if source.targets[0].endswith(".scale") else 0.0
+    for chunk in _chunks(x):
+        part = np.asarray(x[chunk])
+        rows[chunk] = np.asarray(part, np.float32) + np.float32(offset) if offset else part
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:
     """Raises ``ValueError`` if there is an output embedding and it is not the input's."""
     embeddings = {
-        name: np.asarray(tensors[name])
+        name: tensors[name]
         for module in ("token_embed", "head")
         for name in (f"{one}.weight" for one in family.modules.get(module, ()))
         if name in tensors
@@ -147,7 +211,8 @@ def _check_tied(tensors: Tensors, family: Family) -> None:
     if len(embeddings) < 2:
         return
     (ours, embedding), (theirs, head) = embeddings.items()
-    if not np.array_equal(embedding, head):
+    same = lambda rows: np.array_equal(np.asarray(embedding[rows]), np.asarray(head[rows]))
+    if embedding.shape != head.shape or not all(same(rows) for rows in _chunks(head)):
         raise ValueError(
             f"the config ties the embeddings (tie_word_embeddings), but {theirs} differs from {ours}; leave it out "
             f"with ignore=, or set tie_word_embeddings to false in the config"
@@ -163,52 +228,39 @@ class Source(NamedTuple):
     transposed: bool  # [out,in]
 
 
-def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> dict[str, list[Any]]:
-    """The tensors under our names and in our shapes, a list over layers or of one.
-
-    Raises ``ValueError`` with everything that does not fit.
-    """
-    placed: dict[str, list[Any]] = {
-        name: [None] * (config.num_layers if name.startswith("layers.") else 1) for name in expected
-    }
-    used, misshapen, twice = set(), [], []
-    for source in _sources(tensors, family, config, expected):
-        used.add(source.name)
-        x = np.asarray(tensors[source.name])
+def _fitting(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> list[Source]:
+    """Where each tensor goes. Raises ``ValueError`` with everything that does not fit."""
+    placed = {name: [False] * (config.num_layers if name.startswith("layers.") else 1) for name in expected}
+    sources, misshapen, twice = list(_sources(tensors, family, config, expected)), [], []
+    for source in sources:
+        stored = tuple(tensors[source.name].shape)
         flat = [_flat(target, expected[target]) for target in source.targets]
         shape = (*flat[0][:-1], sum(sizes[-1] for sizes in flat))
         shape = shape[::-1] if source.transposed else shape
-        if x.shape == shape:
-            x = x.T if source.transposed else x
-            if family.norm_offset and source.targets[0].endswith(".scale"):
-                x = np.asarray(x, np.float32) + np.float32(family.norm_offset)
-            parts = [x] if len(flat) == 1 else family.fused(x, [one[-1] for one in flat], config.size_of_head)
-        else:
-            misshapen.append(f"{source.name} is {list(x.shape)}, expected {list(shape)}")
-            parts = [None] * len(flat)
-        if any(placed[target][source.layer or 0] is not None for target in source.targets):
+        if stored != shape:
+            misshapen.append(f"{source.name} is {list(stored)}, expected {list(shape)}")
+        if any(placed[target][source.layer or 0] for target in source.targets):
             twice.append(source.name)
-        for target, part in zip(source.targets, parts, strict=True):
-            shape_of_one = expected[target] if source.layer is None else expected[target][1:]
-            placed[target][source.layer or 0] = () if part is None else part.reshape(shape_of_one)
+        for target in source.targets:
+            placed[target][source.layer or 0] = True
     problems = {
         "missing": [
             name.replace("layers.", f"layers.{i}.", 1)
-            for name, parts in placed.items() for i, part in enumerate(parts) if part is None
+            for name, layers in placed.items() for i, there in enumerate(layers) if not there
         ],
-        "left over": list(tensors.keys() - used),
+        "left over": list(tensors.keys() - {source.name for source in sources}),
         "of a parameter that another tensor is, too": twice,
         "of another shape": misshapen,
         "no floating-point numbers": [
-            f"{name} is {tensors[name].dtype}"
-            for name in used
-            if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+            f"{source.name} is {tensors[source.name].dtype}"
+            for source in sources
+            if not jnp.issubdtype(tensors[source.name].dtype, jnp.floating)
         ],
     }  # fmt: skip
     if any(problems.values()):
         lines = "".join(f"\n{problem}: {', '.join(sorted(names))}" for problem, names in problems.items() if names)
         raise ValueError(f"the checkpoint does not fit a {config.family} with the sizes in its config{lines}")
-    return placed
+    return sources
 
 
 def _modules(family: Family, config: Config) -> Iterator[tuple[str, int | None, tuple[str, ...]]]:

@@ -27,7 +27,8 @@ class Config:
     and after the MLP.
 
     Raises:
-        ValueError: ``local`` is not of one entry a layer; an unknown ``qk_norm``; ``norm_outputs`` without RMS norms.
+        ValueError: ``local`` is not of one entry a layer; an unknown ``qk_norm``; ``norm_outputs`` without RMS norms;
+            rotary positions that do not fit the heads.
 
     Example:
         >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
@@ -57,7 +58,7 @@ class Config:
     parallel: bool = False  #: attention and MLP read the same input
     gated: bool = False  #: the MLP is ``out(activation(gate(x)) * in(x))``
     position: Rotary | None = None  #: learned embeddings by default
-    window: int | None = None  #: the keys that a query sees, itself included
+    window: int | None = None  #: the keys that a query sees, itself included; not causal: half of it on either side
     local: tuple[bool, ...] | None = None  #: the layers that have the window; all by default
     local_position: Rotary | None = None  #: that of these layers; ``position`` by default
     scale: float | None = None  #: that of scores; ``1 / sqrt(size_of_head)`` by default
@@ -78,11 +79,21 @@ class Config:
             raise ValueError(f"norm_outputs is for norm='rms', got {self.norm!r}")
         if self.qk_norm not in (None, "head", "all"):
             raise ValueError(f"qk_norm must be None, 'head' or 'all', got {self.qk_norm!r}")
+        for position in (self.position, self.local_position):
+            if position is not None:
+                position.frequencies(self.size_of_head)  # raises if it cannot rotate heads of this size
 
     @property
     def is_local(self) -> tuple[bool, ...]:
         """``local``, also where it is not given."""
         return (True,) * self.num_layers if self.local is None else self.local
+
+    @property
+    def window_sides(self) -> tuple[int, int]:
+        """The keys that a query sees before and after its own, in a layer with the window."""
+        if self.window is None:
+            raise ValueError(f"a {self.family} of this config has no window")
+        return (self.window - 1, 0) if self.causal else (self.window // 2, self.window // 2)
 
     @property
     def size_of_head(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jattn.interop._bert import BERT
 from jattn.interop._config import Config
-from jattn.interop._gemma import GEMMA2, GEMMA3
+from jattn.interop._gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from jattn.interop._gpt2 import GPT2
 from jattn.interop._gpt_neox import GPT_NEOX
 from jattn.interop._olmo2 import OLMO2
@@ -15,7 +15,12 @@ from jattn.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
 #: The families whose checkpoints can be read, by ``model_type``.
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2)
+    family.name: family
+    for family in (
+        *(BERT, GPT2, GPT_NEOX),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2),
+        *(GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES),
+    )
 }
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 from jattn.interop._config import Config
 from jattn.interop.family import (
+    GLOBAL,
+    LOCAL,
     SIZES,
     activation,
+    local_layers,
     numbers,
     of_whole_heads,
     positive,
@@ -25,7 +28,6 @@ from jattn.interop.family import (
 from jattn.interop.llama import LLAMA, QK_NORMS, UNCHANGED
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def gemma2(options: Mapping[str, Any]) -> Config:
@@ -40,14 +42,19 @@ def gemma2(options: Mapping[str, Any]) -> Config:
 def gemma3(options: Mapping[str, Any]) -> Config:
     """The sizes in the config of a Gemma 3, of text."""
     refuse(options, attn_logit_softcapping=None)
+    bidirectional = options.get("use_bidirectional_attention") or False
+    if not isinstance(bidirectional, bool):
+        raise ValueError(f"use_bidirectional_attention must be true or false in this config, got {bidirectional!r}")
+    options = {key: x for key, x in options.items() if key != "use_bidirectional_attention"}
     refuse_others(options, *_READ, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
     by_kind = options.get("rope_parameters") or {}
-    if not isinstance(by_kind, Mapping) or by_kind.keys() - {_LOCAL, _GLOBAL}:
-        raise ValueError(f"rope_parameters must have entries {_LOCAL} and {_GLOBAL} in this config, got {by_kind!r}")
+    if not isinstance(by_kind, Mapping) or by_kind.keys() - {LOCAL, GLOBAL}:
+        raise ValueError(f"rope_parameters must have entries {LOCAL} and {GLOBAL} in this config, got {by_kind!r}")
     bases = options.get("rope_local_base_freq", 10000.0), options.get("rope_theta", 1000000.0)
-    local = {"rope_parameters": by_kind.get(_LOCAL), "rope_theta": bases[0]}
+    trained = {"max_position_embeddings": options.get("max_position_embeddings")}
+    local = {"rope_parameters": by_kind.get(LOCAL), "rope_theta": bases[0], **trained}
     scaling = options.get("rope_scaling")
-    others = {"rope_parameters": by_kind.get(_GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling}
+    others = {"rope_parameters": by_kind.get(GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling, **trained}
     # Older versions called it so; newer ones keep it under the second name, also where layer_types says something else.
     pattern = numbers(options, {}, {"pattern": "sliding_window_pattern"})
     if options.get("layer_types") is None:
@@ -55,6 +62,7 @@ def gemma3(options: Mapping[str, Any]) -> Config:
     return dataclasses.replace(
         _gemma(options, **pattern),
         qk_norm="head",
+        causal=not bidirectional,
         position=of_whole_heads(rotary(others)),
         local_position=of_whole_heads(rotary(local)),
     )
@@ -73,8 +81,8 @@ def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
     refuse(options, **_UNCHANGED)
     keys = {**SIZES, "mlp_dim": "intermediate_size", "head_dim": "head_dim"}
     sizes = numbers(options, keys, {"num_kv_heads": "num_key_value_heads"})
-    kinds = _kinds(options, sizes["num_layers"], pattern)
-    window = numbers(options, {"window": "sliding_window"}) if _LOCAL in kinds else {}
+    local = _local(options, sizes["num_layers"], pattern)
+    window = numbers(options, {"window": "sliding_window"}) if any(local) else {}
     caps = [None if options.get(key) is None else positive(options, key) for key in _CAPS]
     act = activation(options, "hidden_activation", "gelu_pytorch_tanh")
     if options.get("hidden_act") not in (None, act):  # the first files have it under both names
@@ -84,7 +92,7 @@ def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
         family=options["model_type"],
         **sizes,
         **window,
-        local=tuple(kind == _LOCAL for kind in kinds),
+        local=tuple(local),
         norm="rms",
         norm_epsilon=small(options, "rms_norm_eps"),
         norm_outputs=True,
@@ -102,22 +110,42 @@ def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
     )
 
 
-def _kinds(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> list[str]:
-    """The kind of each layer, as ``layer_types`` says, or else the pattern."""
-    kinds = options.get("layer_types")
-    repeated = [_LOCAL if (i + 1) % pattern else _GLOBAL for i in range(num_layers)] if pattern else None
-    if kinds is None:
-        if repeated is None:
-            raise ValueError(f"the config of a {options['model_type']} has no layer_types or sliding_window_pattern")
-        return repeated
-    known = isinstance(kinds, list | tuple) and all(kind in (_LOCAL, _GLOBAL) for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise ValueError(
-            f"layer_types must say {_LOCAL} or {_GLOBAL} for each of {num_layers} layers in this config, got {kinds!r}"
-        )
-    if options.get("sliding_window_pattern") is not None and list(kinds) != repeated:
+def _local(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> list[bool]:
+    """Whether each layer has a window, as ``layer_types`` says, or else the pattern."""
+    repeated = [LOCAL if (i + 1) % pattern else GLOBAL for i in range(num_layers)] if pattern else []
+    if options.get("layer_types") is None and not pattern:
+        raise ValueError(f"the config of a {options['model_type']} has no layer_types or sliding_window_pattern")
+    local = local_layers(options, num_layers, repeated)
+    if options.get("sliding_window_pattern") is not None and local != [kind == LOCAL for kind in repeated]:
+        kinds = options["layer_types"]
         raise ValueError(f"sliding_window_pattern is {pattern} in this config, but layer_types is {kinds!r}")
-    return list(kinds)
+    return local
+
+
+# What ``text_config`` of a Gemma 3 with images leaves out: ``Gemma3TextConfig`` of transformers 5.24.
+_TEXT_DEFAULTS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+_OF_IMAGES = (
+    "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
+    "image_token_id", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def gemma3_with_images(options: Mapping[str, Any]) -> Config:
+    """The sizes of the text model in the config of a Gemma 3 that also reads images."""
+    refuse_others(options, *_OF_IMAGES)
+    text = options.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be a dict in the config of a gemma3, got {text!r}")
+    refuse(text, model_type="gemma3_text")
+    ties = {"tie_word_embeddings": options["tie_word_embeddings"]} if "tie_word_embeddings" in options else {}
+    if text.get("layer_types") is None and text.get("_sliding_window_pattern") is None:
+        text = {"sliding_window_pattern": 6, **text}
+    return gemma3({**_TEXT_DEFAULTS, **text, **ties, "model_type": "gemma3_text"})
 
 
 _NORMS = {
@@ -127,3 +155,11 @@ _NORMS = {
 }
 GEMMA2 = dataclasses.replace(LLAMA, name="gemma2", config=gemma2, layer={**LLAMA.layer, **_NORMS}, norm_offset=1.0)
 GEMMA3 = dataclasses.replace(GEMMA2, name="gemma3_text", config=gemma3, layer={**GEMMA2.layer, **QK_NORMS})
+# With images: the text model is under the first prefix in published files, under the second by newer transformers.
+GEMMA3_WITH_IMAGES = dataclasses.replace(
+    GEMMA3,
+    name="gemma3",
+    config=gemma3_with_images,
+    prefixes=("language_model.model.", "model.language_model.", "language_model.", "model."),
+    skipped=tuple(f"{whole}{part}." for whole in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+)

@@ -1,19 +1,18 @@
-"""Reads GGUF files, llama.cpp's: quantised weights, sizes and vocabulary in one. Nothing in them is executed.
+"""Models in GGUF files, with the names and options that Hugging Face's checkpoints of the same family have.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The tensors get the names and shapes that Hugging
-Face's checkpoints of the same family have.
+Source: llama.cpp's converter, https://github.com/ggml-org/llama.cpp/tree/master/conversion, and its gguf package 0.19.
 """
 
-import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# llama.cpp pairs neighbouring features in rotary embeddings, others the two halves: its converter permutes the rows.
-_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "olmo2": False}
-_CONFIG = {
+from jattn.interop._gguf_file import StoredTensor, damaged, read_file
+
+_SIZES = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -23,6 +22,16 @@ _CONFIG = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
     "attention.key_length": "head_dim",
+}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SIZES_OF_GPT2 = {
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "context_length": "n_positions",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -42,93 +51,175 @@ _NAMES = {
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NAMES_OF_GPT2 = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output_norm": "ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 
 
-def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a GGUF file in float32, by Hugging Face's names, and its config. Raises as ``load``."""
-    reader = _open(file)
-    from gguf import dequantize
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What ``general.architecture`` stands for."""
 
-    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    family = fields.get("general.architecture")
-    if family not in _PERMUTED:
-        raise ValueError(f"{file} holds a {family!r}; GGUF files of {', '.join(_PERMUTED)} can be read")
-    config: dict[str, Any] = {"model_type": family}
-    config |= {ours: fields[f"{family}.{name}"] for name, ours in _CONFIG.items() if f"{family}.{name}" in fields}
-    scaling = fields.get(f"{family}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear") or any(one.name == "rope_freqs.weight" for one in reader.tensors):
-        raise ValueError(
-            f"{file} scales its rotary frequencies in another way than linearly, which is not read from GGUF files"
-        )
-    if scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": fields.get(f"{family}.rope.scaling.factor")}
-    tensors = {}
-    with _damaged(file):
-        _refuse_others(fields, family)
-        for tensor in reader.tensors:
-            x = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-            name, rows = _name(tensor.name), _heads(tensor.name, config) if _PERMUTED[family] else None
-            tensors[name] = x if rows is None else _unpermuted(x, rows)
-    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["vocab_size"] = len(tensors.get("model.embed_tokens.weight", ()))
-    if family == "llama":  # no field says so, only the tensors
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
-        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in tensors
+    model_type: str
+    fields: Mapping[str, str]  # by our name in the config
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NAMES)
+    layer: str = "model.layers.{}."
+    permuted: bool = False  # llama.cpp pairs neighbouring features in rotary embeddings, others the two halves
+    may_have_biases: tuple[str, ...] = ("attention_bias",)  # keys of a config that say so
+
+
+_GEMMA_NAMES = {**_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", _SIZES, permuted=True, may_have_biases=("attention_bias", "mlp_bias")),
+    "qwen2": _Architecture("qwen2", _SIZES, may_have_biases=()),
+    "qwen3": _Architecture("qwen3", _SIZES),
+    "olmo2": _Architecture("olmo2", _SIZES),
+    "gemma2": _Architecture("gemma2", {**_SIZES, **_CAPS, **_WINDOW}, _GEMMA_NAMES),
+    "gemma3": _Architecture(
+        "gemma3_text", {**_SIZES, **_CAPS, **_WINDOW, "rope.freq_base_swa": "rope_local_base_freq"}, _GEMMA_NAMES
+    ),
+    "phi3": _Architecture(
+        "phi3",
+        {**_SIZES, **_WINDOW},
+        {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        may_have_biases=(),
+    ),
+    "gpt2": _Architecture("gpt2", _SIZES_OF_GPT2, _NAMES_OF_GPT2, layer="h.{}.", may_have_biases=()),
+}
+# The models of 27B divide the queries by another number than the others of their family, which no field says.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a GGUF file by Hugging Face's names, read once they are sliced, and its config.
+
+    Norms of a Gemma are what they multiply by, not one less. Raises as ``load``.
+    """
+    fields, stored = read_file(file, lambda name: not name.startswith("tokenizer."))
+    name = fields.get("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise ValueError(f"{file} holds a {name!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read")
+    family = _ARCHITECTURES[name]
+    options = {key.removeprefix(f"{name}."): x for key, x in fields.items() if key.startswith(f"{name}.")}
+    with damaged(file, "has options that are not read"):
+        config = _config(name, family, options, stored)
+        factors = [f"{tensor}.weight" for tensor in ("rope_freqs", "rope_factors_short", "rope_factors_long")]
+        tensors: dict[str, Any] = {}
+        for stored_name, x in stored.items():
+            if stored_name not in factors:
+                rows = _heads(stored_name, config) if family.permuted else None
+                tensors[_name(stored_name, family)] = x if rows is None else _Unpermuted(x, rows)
     return tensors, config
 
 
 def read_vocabulary(file: Path) -> dict[str, Any]:
     """The fields of a GGUF file about its tokenizer, without ``tokenizer.``, such as ``ggml.tokens``."""
-    reader = _open(file)
     prefix = "tokenizer."
-    with _damaged(file):
-        return {
-            name.removeprefix(prefix): field.contents()
-            for name, field in reader.fields.items()
-            if name.startswith(prefix)
-        }
+    fields, _ = read_file(file, lambda name: name.startswith(prefix))
+    return {name.removeprefix(prefix): x for name, x in fields.items()}
 
 
-def _refuse_others(fields: Mapping[str, Any], family: str) -> None:
-    """Raises ``ValueError`` for a field that changes what the model computes and is not read."""
-    options = {name.removeprefix(f"{family}."): x for name, x in fields.items() if name.startswith(f"{family}.")}
-    heads = max(options.get("attention.head_count", 1), 1)
-    head_dim = options.get("attention.key_length", options.get("embedding_length", 0) // heads)
+def _config(
+    name: str, family: _Architecture, options: dict[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, Any]:
+    """The config, from the fields without the architecture's name and from the tensors that there are.
+
+    Raises ``ValueError`` for a field that changes what the model computes and is not read.
+    """
+    options = dict(options)
+    config: dict[str, Any] = {"model_type": family.model_type}
+    config |= {ours: options.pop(theirs) for theirs, ours in family.fields.items() if theirs in options}
+    has = lambda tensor: f"{tensor}.weight" in stored
+    config["tie_word_embeddings"] = not has("output")
+    config["vocab_size"] = stored["token_embd.weight"].shape[0] if has("token_embd") else 0
+    tensor_of = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+    config |= {key: f"blk.0.{tensor_of[key]}.bias" in stored for key in family.may_have_biases}
+    heads = max(config.get("num_attention_heads", 1), 1)
+    head_dim = config.get("head_dim", config.get("hidden_size", 0) // heads)
+    if name == "gpt2":
+        config["activation_function"] = "gelu_new"  # llama.cpp knows no other
+    elif name == "phi3":
+        config["sliding_window"] = config.get("sliding_window") or None  # 0 in the files of a Phi-4
+        rotated = options.pop("rope.dimension_count", head_dim)
+        config["partial_rotary_factor"] = rotated / max(head_dim, 1)
+    if name in _LAYERS_OF_27B:
+        is_27b = config.get("num_hidden_layers") == _LAYERS_OF_27B[name]
+        config["query_pre_attn_scalar"] = config.get("hidden_size", 0) / heads if is_27b else head_dim
+        config |= {key: None for key in _CAPS.values() if key not in config}
+        if name == "gemma2":
+            config.setdefault("sliding_window", 4096)
+        else:
+            config["sliding_window_pattern"] = 6 if config.get("sliding_window") else 1
+    scaling = _scaling(options, stored, config)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+        if name == "phi3":
+            config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     neutral = {
         "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scale_linear": 1.0,
-        "rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": False,
-        "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "vocab_size": options.get("vocab_size"),
+        "rope.scaling.finetuned": False, "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
+        "vocab_size": options.get("vocab_size"), "pooling_type": options.get("pooling_type"),
+        "rope.freq_base_swa": config.get("rope_theta"), "attention.head_count_kv": config.get("n_head"),
     }  # fmt: skip
-    linear = ("rope.scaling.type", "rope.scaling.factor") if options.get("rope.scaling.type") == "linear" else ()
-    unread = {name: x for name, x in options.items() if name not in _CONFIG and name not in linear}
-    others = {name: x for name, x in unread.items() if name not in neutral or neutral[name] != x}
-    if others:
-        raise ValueError(f"options that are not known here: {others}")
+    if others := {key: x for key, x in options.items() if key not in neutral or neutral[key] != x}:
+        raise ValueError(f"{others}")
+    return config
 
 
-def _open(file: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as missing:
-        raise ImportError("reading GGUF needs the package of that name: pip install 'jattn[gguf]'") from missing
-    if not file.is_file():
-        raise FileNotFoundError(f"no file {str(file)!r}")
-    with _damaged(file):
-        return GGUFReader(file)
+def _scaling(
+    options: dict[str, Any], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """``rope_scaling`` as a config has it; its fields are taken out of the ``options``."""
+    keys = {
+        "rope.scaling.type": "rope_type",
+        "rope.scaling.factor": "factor",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "rope.scaling.attn_factor": "attention_factor",
+        "rope.scaling.yarn_attn_factor": "attention_factor",
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
+    }
+    scaling = {ours: options.pop(theirs) for theirs, ours in keys.items() if theirs in options}
+    kind = scaling.pop("rope_type", "none")
+    factors = {
+        part: stored[f"rope_{part}.weight"][:].tolist()
+        for part in ("freqs", "factors_short", "factors_long")
+        if f"rope_{part}.weight" in stored
+    }
+    trained = config.get("max_position_embeddings")
+    if "freqs" in factors:  # Llama 3's: what every frequency is divided by, at any length
+        if kind != "none" or scaling:
+            raise ValueError(f"rope_freqs.weight beside the scaling {kind!r} of {scaling}")
+        same = {"short_factor": factors["freqs"], "long_factor": factors["freqs"]}
+        return {"rope_type": "longrope", **same, "attention_factor": 1.0, "original_max_position_embeddings": trained}
+    if factors:
+        if kind not in ("none", "longrope"):
+            raise ValueError(f"rope_factors_short.weight and _long beside the scaling {kind!r}")
+        scaling |= {f"{length}_factor": factors.get(f"factors_{length}") for length in ("short", "long")}
+        return {"rope_type": "longrope", **scaling}
+    if kind == "none":
+        scaling = {key: x for key, x in scaling.items() if key != "original_max_position_embeddings"}
+        if scaling.pop("factor", 1.0) != 1.0 or scaling:
+            raise ValueError(f"rope.scaling.type is none, but there are {scaling}")
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type is {kind!r}; none, linear and yarn can be read")
+    return {"rope_type": kind, **scaling}
 
 
-@contextlib.contextmanager
-def _damaged(file: Path) -> Any:
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
-        raise ValueError(f"{file} is damaged or not a GGUF file: {error}") from error
-
-
-def _name(name: str) -> str:
+def _name(name: str, family: _Architecture) -> str:
     *prefix, module, part = name.split(".")
-    layer = f"model.layers.{prefix[1]}." if len(prefix) == 2 else ""
-    return f"{layer}{_NAMES.get(module, module)}.{part}"
+    layer = family.layer.format(prefix[1]) if len(prefix) == 2 else ""
+    return f"{layer}{family.names.get(module, module)}.{part}"
 
 
 def _heads(name: str, config: Mapping[str, Any]) -> int | None:
@@ -137,6 +228,12 @@ def _heads(name: str, config: Mapping[str, Any]) -> int | None:
     return {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}.get(name.split(".")[-2])
 
 
-def _unpermuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads * (half, 2), ...]``, of weights or biases, as ``[heads * (2, half), ...]``."""
-    return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+class _Unpermuted:
+    """A projection's weights or biases with each head's rows as two halves, where neighbours stand together."""
+
+    def __init__(self, stored: StoredTensor, heads: int):
+        self.stored, self.heads, self.shape, self.dtype = stored, heads, stored.shape, stored.dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        x = self.stored[:]
+        return x.reshape(self.heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)[rows]

@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 _INDEX = "model.safetensors.index.json"
 
 
 def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of the model in ``folder`` by name, except those that match ``exclude``; and the config.
+
+    A tensor is read once it is sliced.
 
     They are those of ``model.safetensors``; without that file those of the files that an index names; without either
     those of all ``*.safetensors``. Raises as ``load``.
@@ -34,9 +38,9 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
     sources: dict[str, Path] = {}
     for file in files:
         try:
-            with safe_open(file, framework="flax") as opened:  # NumPy's has no bfloat16
-                wanted = [name for name in opened.keys() if where.get(name, file.name) == file.name]
-                loaded = {name: opened.get_tensor(name) for name in wanted if not exclude.search(name)}
+            opened = safe_open(file, framework="flax")  # NumPy's has no bfloat16
+            wanted = [name for name in opened.keys() if where.get(name, file.name) == file.name]
+            loaded = {name: _StoredTensor(opened, name) for name in wanted if not exclude.search(name)}
         except (SafetensorError, ValueError, TypeError) as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
         if duplicates := sorted(loaded.keys() & tensors.keys()):
@@ -46,6 +50,25 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
     if absent := sorted(name for name in where.keys() - tensors.keys() if not exclude.search(name)):
         raise ValueError(f"{folder / _INDEX} names tensors that are not where it says: {', '.join(absent)}")
     return tensors, _read_json(folder / "config.json")
+
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
+    "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+class _StoredTensor:
+    """A tensor of an open file."""
+
+    def __init__(self, opened: Any, name: str):
+        self.stored = opened.get_slice(name)
+        self.shape = tuple(self.stored.get_shape())
+        self.dtype = jnp.dtype(_DTYPES[self.stored.get_dtype()])
+
+    def __getitem__(self, rows: slice) -> Any:
+        return self.stored[rows]
 
 
 def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:

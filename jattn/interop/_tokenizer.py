@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.interop._gguf import read_vocabulary
-
-# How a GGUF file's ``tokenizer.ggml.pre`` splits text before merging: whether digits stand alone. Then as GPT-2.
-_DIGITS_ALONE = {"smollm": True, "gpt-2": False}
-_CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those that are never split
+from jattn.interop._gguf_tokenizer import gguf_tokenizer
 
 
 def tokenizer(source: str | Path) -> Any:
@@ -20,6 +16,9 @@ def tokenizer(source: str | Path) -> Any:
     ``source`` is that of ``load``. The tokenizer of a GGUF file puts a first and a last token around a text where the
     file says so (``add_bos_token``, ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)``
     leaves them out. As in llama.cpp, a byte that the vocabulary has no token for is left out, too.
+
+    In a text, the names of control tokens, such as ``<|im_end|>``, are these tokens. For text of others, which should
+    not end a turn, set ``tokenizer.encode_special_tokens = True``: they are then split as any text.
 
     Args:
         source: the folder, or the file ``*.gguf``.
@@ -43,12 +42,7 @@ def tokenizer(source: str | Path) -> Any:
         raise ImportError("a tokenizer needs the package tokenizers: pip install 'jattn[hf]'") from missing
     source = Path(source)
     if source.suffix.lower() == ".gguf":
-        fields = read_vocabulary(source)
-        _check_kind(source, fields)
-        try:
-            return _from_vocabulary(fields)
-        except Exception as error:  # tokenizers raises nothing more exact
-            raise ValueError(f"{source} has a damaged vocabulary: {error!r}") from error
+        return gguf_tokenizer(source)
     file = source / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer.json in {str(source)!r}; expected the folder of a saved model")
@@ -56,54 +50,6 @@ def tokenizer(source: str | Path) -> Any:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more exact
         raise ValueError(f"{file} is damaged or not a tokenizer: {error}") from error
-
-
-def _check_kind(file: Path, fields: Mapping[str, Any]) -> None:
-    kind, split = fields.get("ggml.model"), fields.get("ggml.pre", "gpt-2")
-    if kind != "gpt2" or split not in _DIGITS_ALONE:
-        raise ValueError(
-            f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'gpt2', split as "
-            f"{' or '.join(map(repr, _DIGITS_ALONE))}"
-        )
-    if fields.get("ggml.add_space_prefix", False):
-        raise ValueError(f"{file} has add_space_prefix, which is not known of a tokenizer of kind 'gpt2'")
-
-
-def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
-    if len(set(tokens)) < len(tokens):
-        raise ValueError(f"of {len(tokens)} tokens, only {len(set(tokens))} differ")
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[fields.get("ggml.pre", "gpt-2")] else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, fields.get("ggml.token_type", [1] * len(tokens)), strict=True))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
-    ends = {end: _token_at(end, fields) for end in ("bos", "eos") if fields.get(f"ggml.add_{end}_token", False)}
-    if ends:
-        one, other = ([end for end in ("bos", text, "eos") if end == text or end in ends] for text in ("$A", "$B"))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=one,
-            pair=one + other,
-            special_tokens=[{"id": end, "ids": [i], "tokens": [tokens[i]]} for end, i in ends.items()],
-        )
-    return tokenizer
-
-
-def _token_at(end: str, fields: Mapping[str, Any]) -> int:
-    """The id of the token that stands at this end of a text."""
-    name = f"ggml.{end}_token_id"
-    if name not in fields:
-        raise ValueError(f"add_{end}_token is true, but there is no {end}_token_id")
-    if not 0 <= fields[name] < len(fields["ggml.tokens"]):
-        raise ValueError(f"{end}_token_id is {fields[name]}, of {len(fields['ggml.tokens'])} tokens")
-    return fields[name]
 
 
 def chatml(messages: Sequence[Any]) -> str:

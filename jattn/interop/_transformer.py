@@ -19,6 +19,7 @@ from jattn.interop._config import Config
 from jattn.interop._per_layer import stack_options
 from jattn.interop._products import dot_general
 from jattn.interop._transformer_block import Block
+from jattn.positions import at_length
 
 
 class Transformer(nnx.Module):
@@ -140,6 +141,8 @@ class Transformer(nnx.Module):
             raise ValueError(f"rolling: a {config.family} has {config.max_length} positions and no more")
         if rolling and config.window is not None and capacity < config.window:
             raise ValueError(f"capacity must be at least {config.window}, the model's window, got {capacity}")
+        if rolling and at_length(config.position, 1) is not config.position:
+            raise ValueError(f"rolling: the rotary positions of this {config.family} depend on the length of the text")
         if not config.causal:
             raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")
         if config.position is None and capacity > config.max_length:
@@ -309,7 +312,7 @@ def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
 
 def layer_options(config: Config, call: Mapping[str, Any], local: bool, valid: Array | None = None) -> dict[str, Any]:
     """The options of a layer's attention ``call``, with its window, and with padding in the mask."""
-    window = {"local_window_size": (config.window - 1, 0)} if local and config.window is not None else {}
+    window = {"local_window_size": config.window_sides} if local and config.window is not None else {}
     options = {**window, **call}
     if valid is not None:
         options["mask"] = _mask_padding(valid, call.get("mask"))

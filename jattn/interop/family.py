@@ -1,14 +1,17 @@
 """``Family``: how one family of models names its configuration and its tensors."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jattn.interop._config import ACTIVATIONS, Config
-from jattn.positions import LinearScaling, Llama3Scaling, Rotary
+from jattn.positions import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 
+# The kinds of layers in ``layer_types``.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # Where most families' configs have the sizes of a ``Config``.
 SIZES: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -37,8 +40,16 @@ HARMLESS = frozenset(
     """.split()
 )
 # Those of the rotary positions, by kind.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ROTARY = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_ROTARY = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": _LLAMA3,
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+}
 
 
 def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
@@ -61,7 +72,8 @@ class Family:
             and for keys that it does not know, if it calls ``refuse_others``.
         fused: ``(x [...,in], widths, head_dim)``: how a fused projection is split. By default one after the other.
         inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, as PyTorch's Linear.
-        prefixes: what models with a task head put before every name.
+        prefixes: what models with a task head put before names; the first that a name starts with is taken off.
+        skipped: what the names of tensors start with that are not the text model's, such as those for images.
         norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``. Here they
             multiply by the scale.
 
@@ -70,7 +82,8 @@ class Family:
         >>> llama = jattn.interop.FAMILIES["llama"]
         >>> llama.layer["attention.query"]  # its name in a checkpoint
         ('layers.{}.self_attn.q_proj',)
-        >>> inside = dataclasses.replace(llama, prefixes=("language_model.model.",))  # for load(source, family=inside)
+        >>> inside = ("language_model.model.", "language_model.")  # what layers have, what the output embedding has
+        >>> inside = dataclasses.replace(llama, prefixes=inside)  # for load(source, family=inside)
     """
 
     name: str
@@ -80,6 +93,7 @@ class Family:
     fused: Callable[[np.ndarray, Sequence[int], int], Sequence[np.ndarray]] = in_blocks
     inputs_first: bool = False
     prefixes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     norm_offset: float = 0.0
 
 
@@ -133,8 +147,8 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
     """Rotary positions as a config says; newer ones keep base, fraction and scaling in one entry.
 
     Raises:
-        ValueError: another scaling than ``linear`` and ``llama3``, two of them, an entry that neither has, such as one
-            for each type of layer, or a number that is not positive.
+        ValueError: a scaling that is not known, two of them, an entry that it does not have, such as one for each type
+            of layer, or a number that is not positive.
     """
     entries = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(entry, Mapping) for entry in entries):
@@ -152,21 +166,68 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
         raise ValueError(
             f"the rotary positions of this config have {', '.join(map(str, others))}, which rope_type {kind!r} does not"
         )
+    base = _number(merged, "rope_theta", config.get(base_key, 10000.0))
+    share = _number(merged, "partial_rotary_factor", fraction)
+    trained = config.get("max_position_embeddings")
+    return Rotary(base, share, _scaling(kind, merged, trained))
 
-    def number(name: str, default: Any = None) -> float:
-        value = merged.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"{name} of the rotary positions must be a positive number, got {value!r}")
-        return float(value)
 
-    base, share = number("rope_theta", config.get(base_key, 10000.0)), number("partial_rotary_factor", fraction)
-    scaling = None
+def _scaling(kind: str, entry: Mapping[str, Any], trained: Any) -> Any:
+    """The scaling of this kind, from the ``entry`` of a config; ``trained``: its ``max_position_embeddings``."""
+    if kind == "default":
+        return None
+    if kind == "longrope":
+        original = int(_number(entry, _ORIGINAL))
+        factor = _number(entry, "factor", _number({}, "max_position_embeddings", trained) / original)
+        # That of Phi-3's published code.
+        stretched = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 < original else 1.0
+        short, long = (_factors(entry, name) for name in ("short_factor", "long_factor"))
+        return LongRopeScaling(short, long, original, _number(entry, "attention_factor", stretched))
+    factor = _number(entry, "factor")
     if kind == "linear":
-        scaling = LinearScaling(number("factor"))
-    elif kind == "llama3":
-        factor, low, high, length = (number(name) for name in _LLAMA3)
-        scaling = Llama3Scaling(factor, low, high, int(length))
-    return Rotary(base, share, scaling)
+        return LinearScaling(factor)
+    if kind == "dynamic":
+        return DynamicScaling(factor, int(_number({}, "max_position_embeddings", trained)))
+    if kind == "llama3":
+        low, high, original = (_number(entry, name) for name in _LLAMA3[1:])
+        return Llama3Scaling(factor, low, high, int(original))
+    attention = None if entry.get("attention_factor") is None else _number(entry, "attention_factor")
+    if attention is None and entry.get("mscale") and entry.get("mscale_all_dim"):  # DeepSeek's
+        logs = (0.1 * _number(entry, name) * math.log(factor) for name in ("mscale", "mscale_all_dim"))
+        one, other = (1.0 + log if factor > 1.0 else 1.0 for log in logs)
+        attention = one / other
+    truncate = entry.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"truncate of the rotary positions must be true or false, got {truncate!r}")
+    fast, slow = _number(entry, "beta_fast", 32.0), _number(entry, "beta_slow", 1.0)
+    return YarnScaling(factor, int(_number(entry, _ORIGINAL)), fast, slow, attention, truncate)
+
+
+def _number(entry: Mapping[str, Any], name: str, default: Any = None) -> float:
+    """The positive number under a key of the rotary positions; null counts as absent."""
+    value = default if entry.get(name) is None else entry[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} of the rotary positions must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _factors(entry: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """The positive numbers under a key of the rotary positions."""
+    values = entry.get(name)
+    if not isinstance(values, list | tuple) or not values:
+        raise ValueError(f"{name} of the rotary positions must be a list of positive numbers, got {values!r}")
+    return tuple(_number({name: value}, name) for value in values)
+
+
+def local_layers(options: Mapping[str, Any], num_layers: int, default: Sequence[str]) -> list[bool]:
+    """Whether each layer has the window: as ``layer_types`` says, or else the ``default``."""
+    kinds = default if options.get("layer_types") is None else options["layer_types"]
+    known = isinstance(kinds, list | tuple) and all(kind in (LOCAL, GLOBAL) for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise ValueError(
+            f"layer_types must say {LOCAL} or {GLOBAL} for each of {num_layers} layers in this config, got {kinds!r}"
+        )
+    return [kind == LOCAL for kind in kinds]
 
 
 def of_whole_heads(position: Rotary) -> Rotary:

@@ -11,9 +11,12 @@ from typing import Any
 
 from jattn.interop._config import Config
 from jattn.interop.family import (
+    GLOBAL,
+    LOCAL,
     SIZES,
     Family,
     activation,
+    local_layers,
     numbers,
     of_whole_heads,
     refuse,
@@ -60,20 +63,42 @@ def mistral(options: Mapping[str, Any]) -> Config:
 
 def qwen2(options: Mapping[str, Any]) -> Config:
     """The sizes in a Qwen2's config: a Llama with biases of query, key and value."""
-    refuse(options, use_sliding_window=False, use_mrope=False)
-    refuse_windows(options)
-    # Without use_sliding_window, the other two say nothing.
-    refuse_others(options, *READ, *UNCHANGED, "use_sliding_window", "max_window_layers", "use_mrope")
-    return dataclasses.replace(llama(options), qkv_bias=True)
+    refuse(options, use_mrope=False)
+    refuse_others(options, *READ, *UNCHANGED, *_WINDOWS, "use_mrope")
+    return dataclasses.replace(llama(options), qkv_bias=True, **_windows(options))
 
 
 def qwen3(options: Mapping[str, Any]) -> Config:
     """The sizes in the config of a Qwen3 without experts: a Llama with norms of each head's queries and keys."""
-    refuse(options, use_sliding_window=False, mlp_bias=False)
-    refuse_windows(options)
-    refuse_others(options, *READ, *UNCHANGED, "use_sliding_window", "max_window_layers")
+    refuse(options, mlp_bias=False)
+    refuse_others(options, *READ, *UNCHANGED, *_WINDOWS)
     numbers(options, {"head_dim": "head_dim"})  # need not be model_dim / num_heads, so it must be said
-    return dataclasses.replace(llama(options), qk_norm="head")
+    return dataclasses.replace(llama(options), qk_norm="head", **_windows(options))
+
+
+_WINDOWS = ("use_sliding_window", "max_window_layers")
+
+
+def _windows(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers of a Qwen have a window, as in ``Qwen2Config`` of transformers 5.24.
+
+    Without ``use_sliding_window`` none, whatever the other keys say. Otherwise as ``layer_types`` says, or else from
+    layer ``max_window_layers`` on, 28 by default. The window is 4,096 by default.
+    """
+    used = options.get("use_sliding_window", False)
+    if not isinstance(used, bool):
+        raise ValueError(f"use_sliding_window must be true or false in this config, got {used!r}")
+    num_layers = numbers(options, SIZES)["num_layers"]
+    if not used or ("sliding_window" in options and options["sliding_window"] is None):
+        if any(local_layers(options, num_layers, [GLOBAL] * num_layers)):
+            raise ValueError(f"layer_types has {LOCAL}, but this config has no window (use_sliding_window)")
+        return {}
+    first = options.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"max_window_layers must be a number of layers in this config, got {first!r}")
+    local = local_layers(options, num_layers, [GLOBAL] * min(first, num_layers) + [LOCAL] * (num_layers - first))
+    window = numbers({"sliding_window": 4096, **options}, {"window": "sliding_window"})
+    return {**window, "local": tuple(local)} if any(local) else {}
 
 
 READ = (

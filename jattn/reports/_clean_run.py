@@ -1,9 +1,8 @@
 """A model's clean run, layer by layer, and the roles of its heads."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ PATTERNS = ("previous_token", "current_token", "first_token", *heads.OF_TOKENS)
 NAMES = ("entropy", "max_weight", "distance", *PATTERNS)
 LEVEL = 0.05  # of the roles
 
-Item = TypeVar("Item")
 Track = Callable[[Iterable, str], Iterator]
 
 
@@ -28,18 +26,6 @@ class Clean(NamedTuple):
     streams: list[Array]  # [B,T,M]: the input of each layer, and the output of the last
     seen: list[dict[str, Array]]  # of each layer, what its attention sows
     statistics: dict[str, np.ndarray]  # [L,N], means over the queries of all sequences
-
-
-def track(items: Iterable[Item], what: str, show: bool) -> Iterator[Item]:
-    """Yields the items. On a terminal, a line of stderr says how many are done."""
-    every = list(items)
-    show = show and sys.stderr.isatty()
-    for done, item in enumerate(every):
-        if show:
-            print(f"\r\x1b[K{what}: {done} of {len(every)}", end="", file=sys.stderr, flush=True)
-        yield item
-    if show:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def run_clean(layers: Iterable[Layer], x: Array, tokens: Array) -> Clean:

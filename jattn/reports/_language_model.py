@@ -121,7 +121,7 @@ def _mask(model: Transformer, local: bool) -> masks.Mask | None:
     mask = masks.Causal() if config.causal else None
     if config.window is None or not local:
         return mask
-    window = masks.SlidingWindow(config.window - 1, 0)
+    window = masks.SlidingWindow(*config.window_sides)
     return window if mask is None else mask & window
 
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, ArrayLike
 from jattn import heads
 from jattn.heads._ablation import KINDS
 from jattn.interop import Transformer
-from jattn.reports._clean_run import PATTERNS, Clean, roles_of, run_clean, track
+from jattn.interop._progress import track
+from jattn.reports._clean_run import PATTERNS, Clean, roles_of, run_clean
 from jattn.reports._effects import batches, estimated, exactly, heads_at_once
 from jattn.reports._head_report import Report, report
 from jattn.reports._language_model import Layer, Metric, embed, measured, next_token_loss, parts_of

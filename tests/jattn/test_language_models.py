@@ -411,11 +411,11 @@ def test_options_of_other_types(models, written):
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"sliding_window": 4}, "sliding_window is 4"),
     ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "proportional"}}, "rope_type is 'proportional'"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
     ("llama", {"rope_scaling": "linear"}, "must be dicts"),
-    ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings of the rotary"),
+    ("qwen2", {"use_sliding_window": 1}, "use_sliding_window must be true or false"),
 ])  # fmt: skip
 def test_configs_that_the_model_cannot_be(name, change, message):
     with pytest.raises(ValueError, match=message):
@@ -605,7 +605,7 @@ def test_a_gguf_file_says_which_tokens_stand_around_a_text(tmp_path):
 def test_gguf_options_that_are_not_known(tmp_path):
     file = tmp_path / "scaled.gguf"
     write_gguf(file, scale=4.0)
-    with pytest.raises(ValueError, match=r"options that are not known here: \{'rope.scale_linear': 4.0\}"):
+    with pytest.raises(ValueError, match=r"scaled.gguf has options that are not read: \{'rope.scale_linear': 4.0\}"):
         interop.load(file)
 
 

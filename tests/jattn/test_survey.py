@@ -13,9 +13,10 @@ from flax import nnx
 
 import jattn
 from jattn import heads, interop
+from jattn.interop._progress import track
 from jattn.reports import _effects, _language_model, _survey
 from jattn.reports import survey as survey_of
-from jattn.reports._clean_run import NAMES, track
+from jattn.reports._clean_run import NAMES
 
 B, T, M, V, L, N = 3, 8, 12, 11, 3, 2
 
