@@ -184,3 +184,70 @@ def test_prefixes_of_a_family_are_taken_off():
     family = dataclasses.replace(interop.FAMILIES["olmo2"], prefixes=inside)
     result = interop.from_tensors(stored, config, family=family)
     np.testing.assert_array_equal(logits(result, TOKENS), logits(interop.from_tensors(tensors, config), TOKENS))
+
+
+# configs that are drawn: what is read is transformers' model, what is not is refused by name
+
+
+DRAWN = {
+    "sliding_window": [None, 3, 5, 64], "use_sliding_window": [True, False], "max_window_layers": [0, 1, 2, 28],
+    "layer_types": [None, ["full_attention"] * 3, ["sliding_attention"] * 3, ["sliding_attention", "full_attention"] * 2,
+        ["full_attention", "sliding_attention", "full_attention"]],
+    "rope_parameters": [None, YARN, LONGROPE, DYNAMIC["rope_parameters"], {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "default", "rope_theta": 50.0}, {"rope_type": "llama3"} | language_models.SCALING,
+        {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}],
+    "rope_scaling": [None, {"type": "linear", "factor": 2.0}, YARN, {"type": "dynamic", "factor": 2.0}],
+    "rope_theta": [100.0, 1e6], "partial_rotary_factor": [0.5, 1.0], "hidden_act": ["gelu", "silu", "relu", "tanh"],
+    "hidden_activation": ["gelu", "gelu_pytorch_tanh", "silu"], "attention_bias": [True, False], "mlp_bias": [True, False],
+    "query_pre_attn_scalar": [4, 11], "final_logit_softcapping": [None, 3.0], "attn_logit_softcapping": [None, 2.0],
+    "use_bidirectional_attention": [True, False], "max_position_embeddings": [8, 64], "rms_norm_eps": [1e-2, 1e-6],
+    "num_key_value_heads": [1, 4], "tie_word_embeddings": [True, False], "original_max_position_embeddings": [8],
+    "rotary_pct": [0.5, 1.0], "use_parallel_residual": [True, False], "sliding_window_pattern": [1, 2, 3],
+    "rope_local_base_freq": [40.0], "head_dim": [4, 8],
+}  # fmt: skip
+
+
+def drawn(seed):
+    """A config of some family with some of its keys changed or left out, and random tensors of transformers' model."""
+    torch = pytest.importorskip("torch", reason="compared where PyTorch and transformers are installed")
+    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
+    rng = np.random.default_rng(seed)
+    bases = {**language_models.CONFIGS, **model_families.CONFIGS}
+    bases = [config for config in bases.values() if config["model_type"] in interop.FAMILIES]
+    config = dict(bases[rng.integers(len(bases))])
+    known = transformers.CONFIG_MAPPING[config["model_type"]]().to_dict().keys() | {"rope_scaling"}
+    keys = sorted(DRAWN.keys() & known if rng.random() < 0.9 else DRAWN)  # the others are refused, mostly
+    for key in rng.permutation(keys)[: rng.integers(1, 5)]:
+        config[str(key)] = DRAWN[key][rng.integers(len(DRAWN[key]))]
+    for key in rng.permutation(sorted(config.keys() - {"model_type"}))[: rng.random() < 0.2]:
+        del config[str(key)]
+    options = {key: x for key, x in config.items() if key != "model_type"}
+    options = json.loads(json.dumps(options))  # transformers changes the dicts that it is given
+    torch.manual_seed(seed)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **options, attn_implementation="eager")
+    )
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    tensors = {key: x.float().numpy() for key, x in theirs.state_dict().items()}
+    if theirs.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    tokens = TOKENS % theirs.config.vocab_size
+    with torch.no_grad():
+        return config, tensors, tokens, theirs.eval()(torch.tensor(tokens)).logits.numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drawn_config_is_transformers_or_refused(seed):
+    pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
+    try:
+        config, tensors, tokens, expected = drawn(seed)
+    except Exception as error:  # whatever transformers raises for what it cannot be
+        pytest.skip(f"no model of transformers: {error!r}")
+    try:
+        model = interop.from_tensors(tensors, config)
+    except ValueError as error:
+        assert str(error)
+        return
+    close(logits(model, tokens), expected, 2e-5)
