@@ -17,8 +17,7 @@ from jattn._mods.arrays import Length
 from jattn._mods.keywords import unknown_keyword
 from jattn._mods.validation import check_array
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
-from jattn.multi_head import CallOptions, attend_heads, common_dtype, one_batch_axis, wants_statistics
-from jattn.positions import at_length
+from jattn.multi_head import CallOptions, attend_heads, common_dtype, for_tokens, one_batch_axis, wants_statistics
 
 # An ``attention_fn`` of Flax's modules: ``(query, key, value, **Flax's keywords) -> [..., T, N, D]``.
 AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
@@ -63,8 +62,7 @@ def attend_as_flax(
     if deterministic or dropout_rate == 0.0:
         dropout_rate, dropout_rng = 0.0, None
     if input_positions is not None and key.shape[-3] == query.shape[-3]:
-        slots = query.shape[-3] if options.get("cache") is None else options["cache"].capacity
-        position = at_length(options.get("position"), slots)
+        position = for_tokens(options.get("position"), query.shape[-3], options.get("cache"))
         options["position"] = _at_positions(position, input_positions, query.shape[:-2])
     elif input_positions is not None:
         options["query_positions"] = input_positions

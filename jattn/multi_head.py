@@ -200,7 +200,7 @@ def _with_positions_and_cache(
         query_positions = at_queries if query_positions is None else query_positions
         kv_positions = query_positions if T == S else chunk_positions
     if position is not None:
-        rotate = at_length(position, S if cache is None else cache.capacity)
+        rotate = for_tokens(position, S, cache)
         query = rotate(query, _or_arange(query_positions, query))
         key = rotate(key, _or_arange(kv_positions, key))
     if cache is None:
@@ -375,6 +375,20 @@ def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
     if "bias" in params:
         projected += params["bias"].reshape((1,) * (x.ndim - 1) + params["bias"].shape)
     return projected
+
+
+def for_tokens(position: Any, tokens: Length, cache: KVCache | None) -> Any:
+    """``position`` at the length of a call of so many keys, or of its cache.
+
+    Raises ``ValueError`` if that length is not known, since the cache rolls.
+    """
+    at = at_length(position, tokens if cache is None else cache.capacity)
+    if cache is not None and cache.rolling and at is not position:
+        raise ValueError(
+            "position: the frequencies of this Rotary depend on the length of the text, which a rolling cache does not "
+            "tell; pass at_length(position, tokens)"
+        )
+    return at
 
 
 def _or_arange(positions: ArrayLike | None, x: Array) -> Array:

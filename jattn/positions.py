@@ -204,8 +204,8 @@ class LongRopeScaling:
                     f"LongRopeScaling: short_factors and long_factors must be {len(frequencies)} each, half as many as "
                     f"the features that are rotated, got {len(self.short_factors)} and {len(self.long_factors)}"
                 )
-        factors = self.short_factors if self.length <= self.original_length else self.long_factors
-        return frequencies / np.asarray(factors), self.attention_factor
+        short = self.short_factors == self.long_factors or self.length <= self.original_length
+        return frequencies / np.asarray(self.short_factors if short else self.long_factors), self.attention_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,10 +282,10 @@ jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part o
 
 
 def at_length(position: Any, length: Length) -> Any:
-    """A ``Rotary`` with its frequencies for sequences of ``length`` tokens, where they depend on it.
+    """The ``Rotary`` with the frequencies that it has for a text of ``length`` tokens; other positions as they are.
 
     The modules and ``multi_head_attention`` call it with the tokens of a call, or with the capacity of its cache, so
-    that a text in chunks is rotated as the whole. Any other function is returned as it is.
+    that a text in chunks is rotated as the whole. A ``Rotary`` that is called directly has those of a short text.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))
@@ -296,5 +296,7 @@ def at_length(position: Any, length: Length) -> Any:
     """
     scaling = position.scaling if isinstance(position, Rotary) else None
     if not isinstance(scaling, DynamicScaling | LongRopeScaling):
+        return position
+    if isinstance(scaling, LongRopeScaling) and scaling.short_factors == scaling.long_factors:
         return position
     return dataclasses.replace(position, scaling=dataclasses.replace(scaling, length=length))

@@ -184,7 +184,7 @@ class LanguageModel:
     """A pretrained language model, examined instead of trained.
 
     Attributes:
-        model: "smollm2", a GGUF file, or the folder of a saved model that jattn.interop loads; empty if none.
+        model: "smollm2", "gemma3", a GGUF file, or the folder of a saved model that jattn.interop loads; empty if none.
         first: Token that every sequence begins with.
         seed: Of the random tokens, the choice of text and the matched groups.
         sequences: Sequences of random tokens that heads are chosen on, as many others that they are tested on, and
@@ -220,6 +220,7 @@ class LongTexts:
         window: Tokens that a query sees in a cache that rolls.
         streamed: Tokens read through that cache.
         pictured: Tokens of the text whose weights the report shows in blocks.
+        windows: Of a model some of whose layers have a window: other windows, which they are given without training.
     """
 
     lengths: list[int] = dataclasses.field(default_factory=list)
@@ -232,6 +233,7 @@ class LongTexts:
     window: int = 512
     streamed: int = 4096
     pictured: int = 8192
+    windows: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

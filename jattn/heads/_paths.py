@@ -105,7 +105,8 @@ def qk_attribution(
         key_parts: ``[R,E,M]``, the same at the keys.
         query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any, is
             one more part, the last: P + 1, R + 1.
-        position: as in ``attend_heads``; linear in x.
+        position: as in ``attend_heads``; linear in x. Where its frequencies depend on the length of the text,
+            ``jattn.positions.at_length(position, length)``.
         query_positions, kv_positions: ``[E]``, needed with ``position``.
         scale: ``1 / sqrt(H)`` by default.
 

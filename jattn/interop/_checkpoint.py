@@ -59,8 +59,9 @@ def load(
             is dequantised. Of an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the
             folder.
         config: keys of ``config.json`` in place of the file's, such as ``{"model_type": "mistral", "sliding_window":
-            4096}`` for a GGUF file of the first Mistral, ``{"query_pre_attn_scalar": 144}`` for an unusual Gemma.
-        ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads.
+            4096}`` for a GGUF file of the first Mistral.
+        ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads; names as in
+            the file, or as an error calls them.
         dtype: the dtype of the parameters.
         family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.
         progress: show on a terminal's stderr how many tensors are read.
@@ -90,11 +91,25 @@ def load(
     source = Path(source)
     is_gguf = source.suffix.lower() == ".gguf"
     tensors, options = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
-    options |= {} if config is None else config
+    options = _in_place(options, {} if config is None else config)
     family = family_of(options) if family is None else family
     if is_gguf:  # its norms are stored as what they multiply by
         family = dataclasses.replace(family, norm_offset=0.0)
     return _model(tensors, options, ignore, dtype, family, progress)
+
+
+def _in_place(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``options`` of a file with the keys of ``config`` in place of its own, and of others that say the same."""
+    merged, entry = {**options, **config}, options.get("rope_parameters")
+    if "layer_types" in config:
+        merged = {key: x for key, x in merged.items() if key != "sliding_window_pattern" or key in config}
+    if "rope_parameters" in config or not entry or not config.keys() & {"rope_scaling", "rope_theta"}:
+        return merged
+    if not isinstance(entry, Mapping) or any(isinstance(one, Mapping) for one in entry.values()):
+        raise ValueError(f"config: this model's positions are in rope_parameters; pass these, in place of {entry}")
+    base = config.get("rope_theta", entry.get("rope_theta"))
+    others = {} if "rope_scaling" in config else entry
+    return merged | {"rope_parameters": {**others, **({} if base is None else {"rope_theta": base})}}
 
 
 def from_tensors(
@@ -136,27 +151,28 @@ def _model(
         raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
-    left_out = (*ignore, *family.skipped)
-    tensors = {name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(left_out)}
     names: dict[str, list[str]] = {}
     for name in tensors:
         prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
-        names.setdefault(name.removeprefix(prefix), []).append(name)
+        ours = name.removeprefix(prefix)  # as messages call it
+        if not BUFFERS.search(name) and not any(one.startswith((*ignore, *family.skipped)) for one in (name, ours)):
+            names.setdefault(ours, []).append(name)
     if twice := [" and ".join(stored) for stored in names.values() if len(stored) > 1]:
         raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
     tensors = {name: tensors[stored[0]] for name, stored in names.items()}
+    tensors = {name: x if hasattr(x, "__getitem__") else np.asarray(x) for name, x in tensors.items()}
     sizes = family.config(config)
     if sizes.num_layers > len(tensors):  # checked before that many layers are built
         raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
     has = lambda module: any(f"{name}.weight" in tensors for name in family.modules.get(module, ()))
     sizes = dataclasses.replace(sizes, pooler=has("pooler"), head=has("head"))
-    if config.get("tie_word_embeddings", sizes.tied):
-        _check_tied(tensors, family)
     model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(model)
     flat = [(path, ".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(abstract)]
     shapes = {name: leaf.shape for _, name, leaf in flat}
     sources = _fitting(tensors, family, sizes, shapes)
+    if sizes.tied:
+        _check_tied(tensors, family)
     # Memory that was not written to is not taken: this grows by one tensor after the other.
     arrays = {name: _aligned(shape, jax.dtypes.canonicalize_dtype(dtype)) for name, shape in shapes.items()}
     for source in track(sources, "reading tensors", progress):
@@ -195,9 +211,11 @@ def _read_into(arrays: dict[str, np.ndarray], x: Any, source: "Source", family: 
     rows = targets[0].reshape(_flat(source.targets[0], arrays[source.targets[0]].shape))
     rows = rows.T if source.transposed else rows
     offset = family.norm_offset if source.targets[0].endswith(".scale") else 0.0
-    for chunk in _chunks(x):
-        part = np.asarray(x[chunk])
-        rows[chunk] = np.asarray(part, np.float32) + np.float32(offset) if offset else part
+    wide = np.float64 if rows.dtype == np.float64 else np.float32
+    with np.errstate(over="ignore"):  # float16 gets infinities, as in jax.numpy
+        for chunk in _chunks(x):
+            part = np.asarray(x[chunk])
+            rows[chunk] = part.astype(wide) + wide(offset) if offset else part
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:

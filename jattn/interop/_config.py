@@ -80,7 +80,7 @@ class Config:
         if self.qk_norm not in (None, "head", "all"):
             raise ValueError(f"qk_norm must be None, 'head' or 'all', got {self.qk_norm!r}")
         for position in (self.position, self.local_position):
-            if position is not None:
+            if isinstance(position, Rotary):
                 position.frequencies(self.size_of_head)  # raises if it cannot rotate heads of this size
 
     @property

@@ -57,8 +57,9 @@ def gemma3(options: Mapping[str, Any]) -> Config:
     others = {"rope_parameters": by_kind.get(GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling, **trained}
     # Older versions called it so; newer ones keep it under the second name, also where layer_types says something else.
     pattern = numbers(options, {}, {"pattern": "sliding_window_pattern"})
-    if options.get("layer_types") is None:
-        pattern = pattern or numbers(options, {}, {"pattern": "_sliding_window_pattern"})
+    if options.get("layer_types") is None and not pattern:
+        refuse(options, _sliding_window_pattern=6)  # where layer_types does not say it, newer ones take it to be 6
+        pattern = numbers(options, {}, {"pattern": "_sliding_window_pattern"})
     return dataclasses.replace(
         _gemma(options, **pattern),
         qk_norm="head",
@@ -126,8 +127,7 @@ def _local(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> 
 _TEXT_DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
 _OF_IMAGES = (
     "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
@@ -142,7 +142,7 @@ def gemma3_with_images(options: Mapping[str, Any]) -> Config:
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config must be a dict in the config of a gemma3, got {text!r}")
     refuse(text, model_type="gemma3_text")
-    ties = {"tie_word_embeddings": options["tie_word_embeddings"]} if "tie_word_embeddings" in options else {}
+    ties = {"tie_word_embeddings": options.get("tie_word_embeddings", True)}  # that of the text is not looked at
     if text.get("layer_types") is None and text.get("_sliding_window_pattern") is None:
         text = {"sliding_window_pattern": 6, **text}
     return gemma3({**_TEXT_DEFAULTS, **text, **ties, "model_type": "gemma3_text"})

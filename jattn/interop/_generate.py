@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from jattn.cache import KVCache
 from jattn.interop._transformer import Transformer
+from jattn.positions import at_length
 
 CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
 
@@ -58,6 +59,9 @@ def stream(
     cache_dtype: Any = None,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every prompt, integers ``[B]``, as soon as it is known; -1 where a prompt has ended.
+
+    Rotary positions that depend on the length (LongRoPE, dynamic) have that of the longest prompt with
+    ``max_new_tokens``, for all prompts and from the first token on, so that one cache serves all.
 
     Args:
         model: a causal model.
@@ -139,6 +143,8 @@ def _prepare(
         tokens[i, : len(prompt)], valid[i, : len(prompt)] = prompt, True
     needed = longest + max(new - 1, 0)  # the last token that is written is not read
     capacity = -(-needed // CHUNK) * CHUNK
+    if at_length(model.config.position, needed) is not model.config.position:
+        capacity = needed  # it is the length of the text to the rotary positions
     if model.config.position is None:
         capacity = max(min(capacity, model.config.max_length), needed)
     cache = model.init_cache(len(prompts), capacity, dtype=dtype)

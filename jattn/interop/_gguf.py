@@ -4,6 +4,7 @@ Source: llama.cpp's converter, https://github.com/ggml-org/llama.cpp/tree/master
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,10 @@ _NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NAMES_OF_GPT2 = {
     "token_embd": "wte",
@@ -77,12 +76,17 @@ class _Architecture:
     may_have_biases: tuple[str, ...] = ("attention_bias",)  # keys of a config that say so
 
 
-_GEMMA_NAMES = {**_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+_NAMES_AFTER = {
+    **_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_NAMES = {**_NAMES_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 _ARCHITECTURES = {
     "llama": _Architecture("llama", _SIZES, permuted=True, may_have_biases=("attention_bias", "mlp_bias")),
     "qwen2": _Architecture("qwen2", _SIZES, may_have_biases=()),
     "qwen3": _Architecture("qwen3", _SIZES),
-    "olmo2": _Architecture("olmo2", _SIZES),
+    "olmo2": _Architecture("olmo2", _SIZES, {key: x for key, x in _NAMES_AFTER.items() if key != "ffn_norm"}),
     "gemma2": _Architecture("gemma2", {**_SIZES, **_CAPS, **_WINDOW}, _GEMMA_NAMES),
     "gemma3": _Architecture(
         "gemma3_text", {**_SIZES, **_CAPS, **_WINDOW, "rope.freq_base_swa": "rope_local_base_freq"}, _GEMMA_NAMES
@@ -106,25 +110,29 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     fields, stored = read_file(file, lambda name: not name.startswith("tokenizer."))
     name = fields.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise ValueError(f"{file} holds a {name!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read")
+    if (parts := fields.get("split.count", 1)) != 1:
+        raise ValueError(f"{file} is one of {parts} parts, which are not read; llama.cpp's gguf-split merges them")
     family = _ARCHITECTURES[name]
     options = {key.removeprefix(f"{name}."): x for key, x in fields.items() if key.startswith(f"{name}.")}
     with damaged(file, "has options that are not read"):
         config = _config(name, family, options, stored)
-        factors = [f"{tensor}.weight" for tensor in ("rope_freqs", "rope_factors_short", "rope_factors_long")]
-        tensors: dict[str, Any] = {}
-        for stored_name, x in stored.items():
-            if stored_name not in factors:
-                rows = _heads(stored_name, config) if family.permuted else None
-                tensors[_name(stored_name, family)] = x if rows is None else _Unpermuted(x, rows)
+    factors = [f"{tensor}.weight" for tensor in ("rope_freqs", "rope_factors_short", "rope_factors_long")]
+    tensors: dict[str, Any] = {}
+    for stored_name, x in stored.items():
+        if stored_name not in factors:
+            rows, ours = _heads(stored_name, config) if family.permuted else None, _name(stored_name, family)
+            if ours in tensors:
+                raise ValueError(f"{file} has two tensors for {ours}; one of them is {stored_name}")
+            tensors[ours] = x if rows is None else _Unpermuted(x, rows)
     return tensors, config
 
 
 def read_vocabulary(file: Path) -> dict[str, Any]:
-    """The fields of a GGUF file about its tokenizer, without ``tokenizer.``, such as ``ggml.tokens``."""
+    """The fields of a GGUF file about its tokenizer, without ``tokenizer.``, such as ``ggml.tokens``; and the name."""
     prefix = "tokenizer."
-    fields, _ = read_file(file, lambda name: name.startswith(prefix))
+    fields, _ = read_file(file, lambda name: name.startswith(prefix) or name == "general.name")
     return {name.removeprefix(prefix): x for name, x in fields.items()}
 
 
@@ -136,6 +144,15 @@ def _config(
     Raises ``ValueError`` for a field that changes what the model computes and is not read.
     """
     options = dict(options)
+    sizes = (
+        "block_count",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "embedding_length",
+        "attention.key_length",
+    )
+    if wrong := {key: options[key] for key in sizes if type(options.get(key, 1)) is not int}:
+        raise ValueError(f"{wrong}, expected an integer")  # such as one for each layer
     config: dict[str, Any] = {"model_type": family.model_type}
     config |= {ours: options.pop(theirs) for theirs, ours in family.fields.items() if theirs in options}
     has = lambda tensor: f"{tensor}.weight" in stored
@@ -154,9 +171,8 @@ def _config(
     if name in _LAYERS_OF_27B:
         is_27b = config.get("num_hidden_layers") == _LAYERS_OF_27B[name]
         config["query_pre_attn_scalar"] = config.get("hidden_size", 0) / heads if is_27b else head_dim
-        config |= {key: None for key in _CAPS.values() if key not in config}
-        if name == "gemma2":
-            config.setdefault("sliding_window", 4096)
+        if name == "gemma2":  # what llama.cpp takes where a file does not say it
+            config = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
         else:
             config["sliding_window_pattern"] = 6 if config.get("sliding_window") else 1
     scaling = _scaling(options, stored, config)
@@ -164,11 +180,12 @@ def _config(
         config["rope_scaling"] = scaling
         if name == "phi3":
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    # What changes nothing, with these values or with any.
     neutral = {
         "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scale_linear": 1.0,
-        "rope.scaling.finetuned": False, "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
-        "vocab_size": options.get("vocab_size"), "pooling_type": options.get("pooling_type"),
+        "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
         "rope.freq_base_swa": config.get("rope_theta"), "attention.head_count_kv": config.get("n_head"),
+        **{key: options.get(key) for key in ("vocab_size", "pooling_type", "rope.scaling.finetuned")},
     }  # fmt: skip
     if others := {key: x for key, x in options.items() if key not in neutral or neutral[key] != x}:
         raise ValueError(f"{others}")
@@ -204,6 +221,7 @@ def _scaling(
     if factors:
         if kind not in ("none", "longrope"):
             raise ValueError(f"rope_factors_short.weight and _long beside the scaling {kind!r}")
+        scaling.setdefault("original_max_position_embeddings", trained)
         scaling |= {f"{length}_factor": factors.get(f"factors_{length}") for length in ("short", "long")}
         return {"rope_type": "longrope", **scaling}
     if kind == "none":
@@ -217,15 +235,19 @@ def _scaling(
 
 
 def _name(name: str, family: _Architecture) -> str:
-    *prefix, module, part = name.split(".")
-    layer = family.layer.format(prefix[1]) if len(prefix) == 2 else ""
-    return f"{layer}{family.names.get(module, module)}.{part}"
+    """Our name of a tensor; one that is not known stays as it is, and is left over."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in family.names:
+        return name
+    layer = "" if match[1] is None else family.layer.format(match[1])
+    return f"{layer}{family.names[match[2]]}.{match[3]}"
 
 
 def _heads(name: str, config: Mapping[str, Any]) -> int | None:
     """How many heads the rows of a query's or key's projection belong to; None for other tensors."""
     heads = config.get("num_attention_heads")
-    return {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}.get(name.split(".")[-2])
+    of = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
+    return next((of[part] for part in name.split(".") if part in of), None)
 
 
 class _Unpermuted:
@@ -235,5 +257,9 @@ class _Unpermuted:
         self.stored, self.heads, self.shape, self.dtype = stored, heads, stored.shape, stored.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        x = self.stored[:]
-        return x.reshape(self.heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)[rows]
+        start, stop, _ = rows.indices(self.shape[0])
+        size = max(self.shape[0] // self.heads, 1)
+        first, last = start // size * size, -(-stop // size) * size  # whole heads
+        x = self.stored[first:last]
+        x = x.reshape(-1, size // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        return x[start - first : stop - first]

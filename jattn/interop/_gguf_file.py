@@ -27,21 +27,34 @@ class StoredTensor:
     """A tensor of a GGUF file, in float32 once rows of it are read: ``tensor[2:5]``."""
 
     file: Path
+    name: str
     offset: int
     kind: Any  # a gguf.GGMLQuantizationType
     shape: tuple[int, ...]
     row_bytes: int
-    dtype = np.dtype(np.float32)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """float32, or that of integers, which are no weights."""
+        return np.dtype(np.int32 if self.kind.name in ("I8", "I16", "I32", "I64") else np.float32)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
+        if len(self.shape) == 1:
+            return self._numbers(0, 1)[0, rows]
+        start, stop, _ = rows.indices(self.shape[0])
+        between = math.prod(self.shape[1:-1])  # of tensors of more than two axes
+        return self._numbers(start * between, stop * between).reshape(stop - start, *self.shape[1:])
+
+    def _numbers(self, start: int, stop: int) -> np.ndarray:
         from gguf import dequantize
 
-        if len(self.shape) == 1:
-            return np.asarray(dequantize(self._read(0, 1)[0], self.kind), np.float32)[rows]
-        start, stop, _ = rows.indices(self.shape[0])
-        between = self.shape[1:-1]  # of tensors of more than two axes
-        stored = self._read(start * math.prod(between), stop * math.prod(between))
-        return np.asarray(dequantize(stored, self.kind), np.float32).reshape(stop - start, *self.shape[1:])
+        stored = self._read(start, stop)
+        if self.kind.name == "F64":
+            return stored.view("<f8").astype(np.float32)
+        try:
+            return np.asarray(dequantize(stored, self.kind), np.float32)
+        except NotImplementedError:
+            raise ValueError(f"{self.file}: {self.name} is {self.kind.name}, which gguf cannot dequantise") from None
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         """The bytes of rows; not by mapping the file, whose pages would count as this process's memory."""
@@ -93,7 +106,7 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
                 raise ValueError(f"{name} of shape {list(shape)} ends beyond the file's {size} bytes")
             if name in tensors:
                 raise ValueError(f"it has the tensor {name} twice")
-            tensors[name] = StoredTensor(file, start + offset, kind, shape, row_bytes)
+            tensors[name] = StoredTensor(file, name, start + offset, kind, shape, row_bytes)
     return {name: x for name, x in fields.items() if wanted(name)}, tensors
 
 
@@ -148,16 +161,22 @@ class _Header:
         return self.data[start : self.at].decode()
 
     def value(self, kind: int, keep: bool) -> Any:
-        """A field's value, or anything if it is not to be kept."""
+        """A field's value, or None if it is to be skipped."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
+        if kind == _STRING and keep:
+            return self.text()
         if kind == _STRING:
-            return self.text() if keep else self.take(_SIZE.unpack_from(self.data, self.take(8))[0])
+            self.take(*_SIZE.unpack_from(self.data, self.take(8)))
+            return None
         if kind != _ARRAY:
             raise ValueError(f"a field's type is {kind}, which is not known")
         item, count = self.number("u4"), self.number("u8")
-        if item in _NUMBERS:
+        if item in _NUMBERS and keep:
             return self.numbers(_NUMBERS[item], count)
+        if item in _NUMBERS:
+            self.take(count * np.dtype(_NUMBERS[item]).itemsize)
+            return None
         if item not in _LEAST:
             raise ValueError(f"the type of an array's items is {item}, which is not known")
         if self.at + count * _LEAST[item] > len(self.data):

@@ -1,4 +1,6 @@
-"""The tokenizer in a GGUF file, as a ``tokenizers.Tokenizer`` that does what llama.cpp's does.
+"""The tokenizer in a GGUF file, as a ``tokenizers.Tokenizer`` that does what llama.cpp's does, and the model's own.
+
+Where the two differ, at combining marks under GPT-4o's and Mistral NeMo's splitting, it is the model's own.
 
 Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. Two kinds of vocabulary are known: byte-level pairs ("gpt2"),
 whose texts are split before merging, and SentencePiece's ("llama"), whose merges are in the order of their scores.
@@ -56,7 +58,7 @@ def gguf_tokenizer(file: Path) -> Any:
     """The tokenizer of a GGUF file; raises as ``tokenizer``."""
     fields = read_vocabulary(file)
     kind, split = fields.get("ggml.model"), fields.get("ggml.pre")
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in _SPLITS):
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in _SPLITS)):
         raise ValueError(
             f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'llama', and 'gpt2' split as "
             f"{', '.join(map(repr, _SPLITS))}"
@@ -121,10 +123,15 @@ def _with_tokens_of_the_file(tokenizer: Any, fields: Mapping[str, Any], begins: 
 
     tokens = fields["ggml.tokens"]
     kinds = list(zip(tokens, fields.get("ggml.token_type", [1] * len(tokens)), strict=True))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in (_UNKNOWN, _CONTROL)]
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
+    # Phi-3's take the space after them along, which only the model's name tells.
+    is_phi_3 = any(name in str(fields.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+
+    def whole(token: str, special: bool) -> Any:
+        strips = is_phi_3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+        return AddedToken(token, special=special, normalized=False, rstrip=strips)
+
+    tokenizer.add_special_tokens([whole(token, True) for token, kind in kinds if kind in (_UNKNOWN, _CONTROL)])
+    tokenizer.add_tokens([whole(token, False) for token, kind in kinds if kind == _WHOLE])
     defaults = {"bos": begins, "eos": False}
     ends = {
         end: _token_at(end, fields) for end, default in defaults.items() if fields.get(f"ggml.add_{end}_token", default)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 _INDEX = "model.safetensors.index.json"
 
@@ -53,9 +55,9 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
 
 
 _DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
-    "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+    "BOOL": np.bool_,
 }  # fmt: skip
 
 
@@ -65,10 +67,11 @@ class _StoredTensor:
     def __init__(self, opened: Any, name: str):
         self.stored = opened.get_slice(name)
         self.shape = tuple(self.stored.get_shape())
-        self.dtype = jnp.dtype(_DTYPES[self.stored.get_dtype()])
+        self.dtype = np.dtype(_DTYPES.get(self.stored.get_dtype(), object))
 
-    def __getitem__(self, rows: slice) -> Any:
-        return self.stored[rows]
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # not by way of an accelerator
+            return np.asarray(self.stored[rows])
 
 
 def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:

@@ -17,8 +17,8 @@ def tokenizer(source: str | Path) -> Any:
     file says so (``add_bos_token``, ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)``
     leaves them out. As in llama.cpp, a byte that the vocabulary has no token for is left out, too.
 
-    In a text, the names of control tokens, such as ``<|im_end|>``, are these tokens. For text of others, which should
-    not end a turn, set ``tokenizer.encode_special_tokens = True``: they are then split as any text.
+    In a text, the names of control tokens, such as ``<|im_end|>``, are these tokens. For text that others wrote, which
+    must not be able to end a turn, set ``tokenizer.encode_special_tokens = True``: they are then split as any text.
 
     Args:
         source: the folder, or the file ``*.gguf``.

@@ -141,7 +141,7 @@ class Transformer(nnx.Module):
             raise ValueError(f"rolling: a {config.family} has {config.max_length} positions and no more")
         if rolling and config.window is not None and capacity < config.window:
             raise ValueError(f"capacity must be at least {config.window}, the model's window, got {capacity}")
-        if rolling and at_length(config.position, 1) is not config.position:
+        if rolling and any(at_length(one, 1) is not one for one in (config.position, config.local_position)):
             raise ValueError(f"rolling: the rotary positions of this {config.family} depend on the length of the text")
         if not config.causal:
             raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")

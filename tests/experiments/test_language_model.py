@@ -192,7 +192,7 @@ def test_the_command_writes_the_report_of_the_model_and_its_toy(config, tmp_path
     ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
     ({"claims": [Claim("x", "", "toy:margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
     ({"claims": [Claim("x", "", "p/key", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, gemma3, a GGUF file or a folder"),
 ])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):

@@ -7,19 +7,21 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from jattn import heads, interop
 from jattn.masks import Causal
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Claim, Config, LanguageModel, LongTexts, Mesh, Task
-from jattn_experiments.measure import long_heads, long_metrics, long_texts
+from jattn_experiments.measure import long_heads, long_looks, long_metrics, long_texts, long_windows
 from jattn_experiments.measure.long_needles import Study
 from jattn_experiments.measure.long_reader import ROWS, Reader
 from jattn_experiments.measure.saved_model import Model
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Damaged
+from tests.jattn import test_model_families as model_families
 
 FIRST = "<|endoftext|>"
 LENGTH = 300  # more than a chunk
@@ -127,6 +129,71 @@ def test_metrics_are_those_that_claims_can_name_and_mean_what_they_say(config):
     assert long_metrics.grids(config, numbers)["needles found"]["values"] == [[0.5, 1.0]]
 
 
+def test_metrics_of_a_model_some_of_whose_layers_have_a_window(config):
+    long = dataclasses.replace(config.long, windows=[8, 512])
+    config = dataclasses.replace(config, long=long)
+    numbers = made_up(config) | {"local": np.array([True, False]), "window": 64}  # the head that copies is global
+    window = lambda share, loss: [{"found": np.array([share == 1, True]), "loss": np.float64(loss)}]
+    numbers["windows"] = {8: window(0.5, 2.5), 64: window(1.0, 2.0), 512: window(1.0, 1.75)}
+    numbers["alone"] = [{"found": np.stack([np.array([[1, 1, 1], [1, 1, 0]], bool)] * 2, -1)}]
+    metrics = long_metrics.metrics_of(config, numbers)
+    assert set(metrics) == set(long_metrics.names(config))
+    expected = {
+        "share_of_global": 1, "score/global": 1, "score/local": 0.25, "score/local beyond": 0.25, "alone/global": 0,
+        "alone/local": 1, "window/8/found": 0.5, "window/8/loss": 0.5, "window/512/found": 1, "window/512/loss": -0.25,
+        "induction/64/global": 1, "induction/64/local": 0.25, "first/128/global": 0.5 + 1 / 12,
+    }  # fmt: skip
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name].values, [value], atol=1e-6, err_msg=name)
+    drawn = long_metrics.curves(config, numbers)
+    assert drawn["loss in nats over the local layers' window"][f"text of {LENGTH} tokens"] == [
+        [8, 2.5],
+        [64, 2.0],
+        [512, 1.75],
+    ]
+
+
+@pytest.fixture(scope="module")
+def windowed(tiny, tmp_path_factory):
+    """The folder of a tiny Gemma 3, two of whose three layers have a window of 5 tokens."""
+    folder = tmp_path_factory.mktemp("windowed")
+    safetensors.numpy.save_file(model_families.tensors_of("gemma3"), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model_families.CONFIGS["gemma3"] | {"max_position_embeddings": 512}))
+    interop.tokenizer(tiny).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_other_windows_and_pictures_are_those_of_the_model_with_them(config, windowed, tmp_path):
+    texts = long_texts.draw(config, interop.tokenizer(windowed))
+
+    def study(folder, **change):
+        return Study(
+            config, Model.of(interop.load(windowed, config=change)), texts, tmp_path / folder, lambda **_: None
+        )
+
+    trained = study("one")
+    changed = long_windows.other_window(trained, 0, 2)
+    expected = long_windows.other_window(study("other", sliding_window=2), 0, 2)
+    for name, x in changed.items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    assert trained.model.config.window == 5
+    assert np.abs(changed["score"] - long_windows.other_window(trained, 0, 5)["score"]).max() > 1e-3
+
+    weights = long_looks.pictured(trained, 0)["weights"]
+    tokens = trained.beginning(texts.judged[0], config.long.pictured)
+    for shown, layer in zip(weights, interop.look(interop.load(windowed), tokens[None]), strict=True):
+        options = {name: x for name, x in layer.items() if name not in ("value", "lse", "z")}
+        coarse = heads.coarse_weights(options.pop("query"), options.pop("key"), long_heads.SPANS, **options)
+        np.testing.assert_allclose(shown, coarse[0], atol=1e-5)
+
+
+def test_a_model_without_such_layers_has_no_windows(config, tiny, tmp_path):
+    config = dataclasses.replace(config, long=dataclasses.replace(config.long, windows=[8]))
+    with pytest.raises(Damaged, match=r"long\.windows: .* has no layers with a window beside others"):
+        long_heads.run(config, tmp_path)
+
+
 @pytest.mark.slow
 def test_reading_in_chunks_is_the_whole_call(config, tiny):
     """From a cache, in padded chunks, with heads off and blind: answers and scores of one call on the whole prompt."""
@@ -224,7 +291,7 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
     ({"long": LongTexts([1024], window=900, streamed=1024)}, r"long\.streamed: expected at least twice long\.window=900"),
     ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
-    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, gemma3, a GGUF file or a folder"),
     ({"long": LongTexts([32, 1024])}, r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024"),
     ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
     ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),

@@ -36,7 +36,7 @@ def test_the_page_shows_the_heads_on_the_text(tiny, tmp_path, capsys):
     (["--model", "TINY", "--text", "nowhere.txt"], "--text: [Errno 2]"),
     (["--model", "TINY", "--text", "EMPTY"], "--text: '"),
     (["--model", "TINY", "--text", "TEXT", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
-    (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, a GGUF file or a folder"),
+    (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, gemma3, a GGUF file or a folder"),
     (["--model", "TINY", "--text", "TEXT", "--out", "no/folder/x.html"], "--out: [Errno 2]"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(tiny, options, message, tmp_path, capsys, monkeypatch):

@@ -128,6 +128,55 @@ def test_variants_that_are_half_said(name, change, message):
         interop.read_config(of(name)[0] | change)
 
 
+def test_entries_of_one_config_that_differ(models):
+    with pytest.raises(ValueError, match="rope_parameters and rope_scaling of this config differ in factor"):
+        interop.read_config(of("llama, yarn")[0] | {"rope_scaling": YARN | {"factor": 8.0}})
+
+
+def test_what_config_says_is_in_place_of_the_files(tmp_path):
+    config, tensors = of("llama, yarn")
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = lambda **change: interop.load(tmp_path, config=change).config.position
+    assert read(rope_scaling=YARN | {"factor": 8.0}).scaling.factor == 8.0
+    assert read(rope_scaling=None).scaling is None and read(rope_scaling=None).base == 100.0
+    assert (read(rope_theta=50.0).base, read(rope_theta=50.0).scaling.factor) == (50.0, 4.0)
+    by_kind = {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}}
+    (tmp_path / "config.json").write_text(json.dumps(config | by_kind))
+    with pytest.raises(ValueError, match="config: this model's positions are in rope_parameters; pass these"):
+        read(rope_theta=50.0)
+
+
+def test_what_is_written_does_not_depend_on_rounding(models):
+    """The cache's capacity, which is the length to the rotary positions, is what a text needs."""
+    model = models("llama, longrope")
+    prompt = TOKENS[0, :5].tolist()
+    (short,) = interop.generate(model, [prompt], 3)  # 7 tokens at most are read, where 8 are short
+    following = prompt.copy()
+    for _ in range(3):
+        following.append(int(logits(model, np.array([following]))[0, -1].argmax()))
+    assert short.tolist() == following[5:]
+
+
+def test_arrays_of_other_libraries_and_names_as_errors_call_them():
+    class Foreign:
+        def __init__(self, x):
+            self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+        def __array__(self, dtype=None, copy=None):
+            return self.x
+
+    config, tensors = of("llama, yarn")
+    foreign = {key: Foreign(x) for key, x in tensors.items()}
+    expected = logits(interop.from_tensors(tensors, config), TOKENS)
+    np.testing.assert_array_equal(logits(interop.from_tensors(foreign, config), TOKENS), expected)
+    more = tensors | {"model.layers.0.extra.weight": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match="left over: layers.0.extra.weight"):
+        interop.from_tensors(more, config)
+    for name in ("layers.0.extra", "model.layers.0.extra"):
+        interop.from_tensors(more, config, ignore=[name])
+
+
 # a Gemma 3 with images
 
 

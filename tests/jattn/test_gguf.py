@@ -178,6 +178,64 @@ def test_parameters_have_the_dtype_that_was_asked_for(tmp_path):
         np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
 
 
+def test_what_llama_cpp_takes_where_a_gemma_2_does_not_say_it(tmp_path):
+    config, tensors = of("gemma2")
+    unsaid = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    file = write(tmp_path / "tiny.gguf", {key: x for key, x in config.items() if key not in unsaid}, tensors)
+    read = interop.load(file).config
+    assert (read.score_cap, read.logit_cap, read.window) == (50.0, 30.0, 4096)
+
+
+def test_scaling_that_no_length_changes_has_rolling_caches_and_symbolic_lengths(tmp_path):
+    """Llama 3's frequencies are one factor for each, at any length."""
+    config, tensors = of("llama 3")
+    model = interop.load(
+        write(tmp_path / "tiny.gguf", config, tensors, None, {"rope_freqs.weight": llama3_factors(config)})
+    )
+    assert model.init_cache(1, 16, rolling=True).rolling
+    shape = jax.export.symbolic_shape("b, t")
+    jax.export.export(jax.jit(lambda tokens: model(tokens)))(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"blk.0.post_attention_norm.weight": np.ones(32)}, "left over: blk.0.post_attention_norm.weight"),
+    ({"enc.0.attn_q.weight": np.ones((32, 32))}, "left over: enc.0.attn_q.weight"),
+    ({"blk.0.attn_q.scale": np.ones(3)}, "left over: blk.0.attn_q.scale"),
+    ({"nothing": np.ones(3)}, "left over: nothing"),
+])  # fmt: skip
+def test_tensors_without_a_place_are_named_as_in_the_file(tmp_path, change, message):
+    file = write(tmp_path / "tiny.gguf", *of("llama"), None, change)
+    with pytest.raises(ValueError, match=message):
+        interop.load(file)
+    interop.load(file, ignore=list(change))
+
+
+def test_stored_types_that_are_no_weights(tmp_path):
+    config, tensors = of("qwen2")
+    norm = np.arange(32) + 0.5
+    file = write(tmp_path / "tiny.gguf", config, tensors | {"model.norm.weight": norm})  # float64
+    np.testing.assert_array_equal(interop.load(file).last_norm.scale[...], norm)
+    file = write(tmp_path / "integers.gguf", config, tensors | {"model.norm.weight": np.arange(32, dtype=np.int32)})
+    with pytest.raises(ValueError, match=r"no floating-point numbers: norm.weight is int32"):
+        interop.load(file)
+
+
+def test_a_size_for_each_layer(tmp_path):
+    config, tensors = of("llama")
+    del config["num_key_value_heads"]
+    file = write(tmp_path / "tiny.gguf", config, tensors, {"head_count_kv": [2, 2, 2]})
+    with pytest.raises(ValueError, match=r"not read: \{'attention.head_count_kv': \[2, 2, 2\]\}, expected an integer"):
+        interop.load(file)
+
+
+def test_a_file_in_parts(tmp_path):
+    writer = gguf_writer(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    close_gguf(writer)
+    with pytest.raises(ValueError, match=r"part.gguf is one of 3 parts, which are not read; .* merges them"):
+        interop.load(tmp_path / "part.gguf")
+
+
 # damaged files
 
 
@@ -380,7 +438,7 @@ def test_a_splitter_that_is_not_known(tmp_path):
 
 def sentencepiece(file, **fields):
     """A small vocabulary of SentencePiece's kind."""
-    controls = {"<unk>": 2, "<s>": 3, "</s>": 3, "<mark>": 4}
+    controls = {"<unk>": 2, "<s>": 3, "</s>": 3, "<mark>": 4, "<|endoftext|>": 3}
     letters = sorted({letter for text in ("▁the cat sat on a mat, the hat=-", "猫の") for letter in text})
     pieces = [
         "▁t",
@@ -418,24 +476,29 @@ PIECES = [
     "▁the",
     "a<unk>",
 ]
+PIECES += ["<s> the</s>\n a<mark>  cat<|endoftext|> a"]
 # By llama.cpp (cyllama 0.2.18): the ids of each text with special tokens, and as plain text.
 OF_PIECES = {
     "as by default": [
-        [[1, 262, 265, 267], [1, 268, 271, 265, 268, 287, 286, 262, 290, 285, 263], [1, 1, 262, 3, 290, 265, 2, 275], [1, 290, 292, 276, 290, 124, 14, 290, 199, 173], [1, 290, 270, 269, 280, 279], [1], [1, 290, 262], [1, 271, 0]],
-        [[262, 265, 267], [268, 271, 265, 268, 287, 286, 262, 290, 285, 263], [290, 64, 288, 66, 289, 261, 3, 290, 265, 64, 51, 288, 66, 273], [290, 292, 276, 290, 124, 14, 290, 199, 173], [290, 270, 269, 280, 279], [], [290, 262], [271, 64, 121, 286, 111, 66]],
+        [[1, 263, 266, 268], [1, 269, 272, 266, 269, 288, 287, 263, 291, 286, 264], [1, 1, 263, 3, 291, 266, 2, 276], [1, 291, 293, 277, 291, 125, 15, 291, 200, 174], [1, 291, 271, 270, 281, 280], [1], [1, 291, 263], [1, 272, 0], [1, 1, 291, 263, 2, 291, 15, 272, 3, 269, 266, 4, 269, 282]],
+        [[263, 266, 268], [269, 272, 266, 269, 288, 287, 263, 291, 286, 264], [291, 65, 289, 67, 290, 262, 3, 291, 266, 65, 52, 289, 67, 274], [291, 293, 277, 291, 125, 15, 291, 200, 174], [291, 271, 270, 281, 280], [], [291, 263], [272, 65, 122, 287, 112, 67], [291, 65, 289, 67, 263, 65, 52, 289, 67, 15, 272, 3, 269, 266, 65, 129, 284, 287, 105, 288, 107, 290, 284, 125, 290, 129, 67, 272]],
+    ],
+    "of a Phi-3": [
+        [[1, 263, 266, 268], [1, 269, 272, 266, 269, 288, 287, 263, 291, 286, 264], [1, 1, 263, 3, 266, 2, 276], [1, 291, 293, 277, 291, 125, 15, 291, 200, 174], [1, 291, 271, 270, 281, 280], [1], [1, 291, 263], [1, 272, 0], [1, 1, 291, 263, 2, 272, 3, 266, 4, 269, 282]],
+        [[263, 266, 268], [269, 272, 266, 269, 288, 287, 263, 291, 286, 264], [291, 65, 289, 67, 290, 262, 3, 266, 65, 52, 289, 67, 274], [291, 293, 277, 291, 125, 15, 291, 200, 174], [291, 271, 270, 281, 280], [], [291, 263], [272, 65, 122, 287, 112, 67], [291, 65, 289, 67, 263, 65, 52, 289, 67, 15, 272, 3, 266, 65, 129, 284, 287, 105, 288, 107, 290, 284, 125, 290, 129, 67, 272]],
     ],
     "with a space first": [
-        [[1, 262, 265, 267, 2], [1, 268, 271, 265, 268, 287, 286, 262, 290, 285, 263, 2], [1, 1, 262, 3, 290, 265, 2, 275, 2], [1, 290, 292, 276, 290, 124, 14, 290, 199, 173, 2], [1, 290, 270, 269, 280, 279, 2], [1, 2], [1, 290, 262, 2], [1, 271, 0, 2]],
-        [[262, 265, 267], [268, 271, 265, 268, 287, 286, 262, 290, 285, 263], [290, 64, 288, 66, 289, 261, 3, 290, 265, 64, 51, 288, 66, 273], [290, 292, 276, 290, 124, 14, 290, 199, 173], [290, 270, 269, 280, 279], [], [290, 262], [271, 64, 121, 286, 111, 66]],
+        [[1, 263, 266, 268, 2], [1, 269, 272, 266, 269, 288, 287, 263, 291, 286, 264, 2], [1, 1, 263, 3, 291, 266, 2, 276, 2], [1, 291, 293, 277, 291, 125, 15, 291, 200, 174, 2], [1, 291, 271, 270, 281, 280, 2], [1, 2], [1, 291, 263, 2], [1, 272, 0, 2], [1, 1, 291, 263, 2, 291, 15, 272, 3, 269, 266, 4, 269, 282, 2]],
+        [[263, 266, 268], [269, 272, 266, 269, 288, 287, 263, 291, 286, 264], [291, 65, 289, 67, 290, 262, 3, 291, 266, 65, 52, 289, 67, 274], [291, 293, 277, 291, 125, 15, 291, 200, 174], [291, 271, 270, 281, 280], [], [291, 263], [272, 65, 122, 287, 112, 67], [291, 65, 289, 67, 263, 65, 52, 289, 67, 15, 272, 3, 269, 266, 65, 129, 284, 287, 105, 288, 107, 290, 284, 125, 290, 129, 67, 272]],
     ],
     "without": [
-        [[289, 261, 265, 267], [268, 281, 265, 268, 287, 286, 262, 290, 285, 263], [1, 289, 261, 3, 265, 2, 273], [292, 276, 290, 124, 14, 290, 199, 173], [270, 269, 280, 279], [], [262], [281, 0]],
-        [[289, 261, 265, 267], [268, 281, 265, 268, 287, 286, 262, 290, 285, 263], [64, 288, 66, 289, 261, 3, 265, 64, 51, 288, 66, 273], [292, 276, 290, 124, 14, 290, 199, 173], [270, 269, 280, 279], [], [262], [281, 64, 121, 286, 111, 66]],
+        [[290, 262, 266, 268], [269, 282, 266, 269, 288, 287, 263, 291, 286, 264], [1, 290, 262, 3, 266, 2, 274], [293, 277, 291, 125, 15, 291, 200, 174], [271, 270, 281, 280], [], [263], [282, 0], [1, 263, 2, 15, 272, 3, 291, 266, 4, 272]],
+        [[290, 262, 266, 268], [269, 282, 266, 269, 288, 287, 263, 291, 286, 264], [65, 289, 67, 290, 262, 3, 266, 65, 52, 289, 67, 274], [293, 277, 291, 125, 15, 291, 200, 174], [271, 270, 281, 280], [], [263], [282, 65, 122, 287, 112, 67], [65, 289, 67, 263, 65, 52, 289, 67, 15, 272, 3, 291, 266, 65, 129, 284, 287, 105, 288, 107, 290, 284, 125, 290, 129, 67, 272]],
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["with a space first", "without", "as by default"])
+@pytest.mark.parametrize("name", ["with a space first", "without", "as by default", "of a Phi-3"])
 def test_pieces_are_merged_by_their_scores_as_by_llama_cpp(tmp_path, name):
     file = sentencepiece(tmp_path / "pieces.gguf", **OPTIONS_OF_PIECES[name])
     tokenizer = interop.tokenizer(file)
@@ -446,6 +509,7 @@ def test_pieces_are_merged_by_their_scores_as_by_llama_cpp(tmp_path, name):
 
 
 OPTIONS_OF_PIECES = {
+    "of a Phi-3": {"name": "Phi-3 mini"},
     "with a space first": {"add_space_prefix": True, "add_eos_token": True},
     "without": {"add_space_prefix": False, "add_bos_token": False},
     "as by default": {},

@@ -237,7 +237,7 @@ def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "t5"}, "model_type must be one of bert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3, .*olmo2, got 't5'"),
+    ({"model_type": "t5"}, "model_type must be one of bert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3, .*gemma3, got 't5'"),
     ({"n_head": None}, "has no n_head"),
     ({"activation_function": "swish2"}, "activation_function"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

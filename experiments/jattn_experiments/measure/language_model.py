@@ -59,7 +59,7 @@ def run(config: Config, out: Path) -> Findings:
     started, options = time.monotonic(), config.language
     toy = toy_baseline.measure(config, out / "toy")
     source = model_file(options.model)
-    sizes = interop.load(source).config  # of a model that is let go: the twins take as much memory
+    sizes = interop.load(source, progress=False).config  # of a model that is let go: the twins take as much memory
     data = sequences.draw(options, interop.tokenizer(source), sizes.vocabulary)
     twins = [look_at(Model.of(twin), data) for twin in saved_model.twins(sizes)]
     model = Model.of(interop.load(source))

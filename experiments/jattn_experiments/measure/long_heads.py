@@ -29,9 +29,11 @@ from jattn_experiments.measure.long_losses import Judge, streams
 from jattn_experiments.measure.long_metrics import COPIES, PATTERNS
 from jattn_experiments.measure.long_needles import Study, each_off, hidden, needles
 from jattn_experiments.measure.long_reader import ROWS
+from jattn_experiments.measure.long_windows import alone, other_window
 from jattn_experiments.measure.saved_model import Model, output_norms
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Damaged
 from jattn_experiments.runs.terminal import Terminal
 
 
@@ -53,6 +55,8 @@ def _rules(config: Config) -> Iterator[Rule]:
     yield "long.lengths", enough, f"numbers from 64 on, one of them long.ablated={options.ablated}"
     yield "long.lengths", len(set(lengths)) == len(lengths), "each number once"
     once = min([*options.sizes, 1]) >= 1 and len(set(options.sizes)) == len(options.sizes)
+    distinct = len(set(options.windows)) == len(options.windows)
+    yield "long.windows", min([*options.windows, 1]) >= 1 and distinct, "numbers from 1 on, each once"
     yield "long.sizes", once, "numbers from 1 on, each once"
     twice = f"at least twice long.window={options.window}, so that most tokens are beyond it"
     yield "long.streamed", options.streamed >= 2 * options.window, twice
@@ -73,6 +77,8 @@ def run(config: Config, out: Path) -> Findings:
     source = model_file(config.language.model)
     tokenizer, model = interop.tokenizer(source), Model.of(interop.load(source))
     sizes = model.config
+    if config.long.windows and (sizes.window is None or all(sizes.is_local)):
+        raise Damaged(f"long.windows: {config.language.model} has no layers with a window beside others; leave it out")
     texts, data = long_texts.draw(config, tokenizer), sequences.draw(config.language, tokenizer, sizes.vocabulary)
     ordinary = sequences.ordinary_tokens(tokenizer, sizes.vocabulary)
     with Progress(console=Terminal()) as progress:
@@ -93,7 +99,8 @@ def _count(config: Config, twins: int, num_heads: int) -> int:
     options, groups, few = config.long, 1 + config.language.matched, min(2, config.long.texts)
     sizes = sum(size <= num_heads // 2 for size in options.sizes)
     needles = options.chosen + (len(options.lengths) + 1) * options.texts + few * (groups + 2 * sizes)
-    return needles + groups + 1 + 3 * few + 7 + 3 * twins + few + 1
+    windows = few * (len(options.windows) + 1) + 1 if options.windows else 0
+    return needles + groups + 1 + 3 * few + 7 + 3 * twins + few + 1 + windows
 
 
 def _measured(study: Study, data: sequences.Sequences, ordinary: np.ndarray) -> dict[str, Any]:
@@ -132,6 +139,11 @@ def _measured(study: Study, data: sequences.Sequences, ordinary: np.ndarray) -> 
     measured["streams"] = parts("streams", judged[:2], streams)
     measured["distances"] = parts("distances", range(2), distances, ordinary)
     measured["patterns"] = part("patterns", patterns, study, data)
+    if options.windows:
+        measured["local"], measured["window"] = np.array(study.model.config.is_local), study.model.config.window
+        every = sorted({*options.windows, measured["window"]})
+        measured["windows"] = {window: parts(f"window {window}", judged[:2], other_window, window) for window in every}
+        measured["alone"] = parts("alone", judged[:1], alone)
     return measured | _pictures(study)
 
 

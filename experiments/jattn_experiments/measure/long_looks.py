@@ -1,5 +1,7 @@
 """Where heads look in long texts: sinks, what followed a token long ago, and the weights that the report shows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,14 +55,25 @@ def pictured(study: Study, number: int) -> Part:
     """``weights [L,N,SPANS,SPANS]`` of a judged text, in blocks."""
     tokens = study.beginning(study.texts.judged[number], study.options.pictured)
 
+    config = study.model.config
+
     @jax.jit
     def blocks(state: nnx.State, tokens: Array) -> Array:
         sown = study.model.sown(state, tokens, sow_heads=True)["layers"]["attention"]["attention_heads"][0]
 
-        def of_layer(both: tuple[Array, Array]) -> Array:
-            return heads.coarse_weights(*both, SPANS, is_causal=True)[0]
+        def of_layer(both: tuple[Array, Array], window: tuple[int, int] | None) -> Array:
+            options = {"is_causal": True, "scale": config.scale, "local_window_size": window}
+            options["score_mod"] = study.model.whole(state).layers.attention.score_mod
+            return heads.coarse_weights(*both, SPANS, **options)[0]
 
-        return jax.lax.map(of_layer, (sown["query"], sown["key"]))
+        def either(entry: tuple[Array, Array, Array]) -> Array:
+            *both, local = entry
+            if config.window is None:
+                return of_layer(both, None)
+            windows = (functools.partial(of_layer, window=window) for window in (config.window_sides, None))
+            return jax.lax.cond(local, *windows, both)
+
+        return jax.lax.map(either, (sown["query"], sown["key"], jnp.asarray(config.is_local)))
 
     return {"weights": np.asarray(blocks(study.model.state, jnp.asarray(tokens[None])))}
 

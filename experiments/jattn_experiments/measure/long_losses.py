@@ -10,7 +10,8 @@ from jattn import KVCache, interop, masks
 from jattn_experiments.measure import sequences
 from jattn_experiments.measure.long_needles import Part, Study
 
-PLACE = 512  # logits computed at once
+PLACE = 512  # tokens whose logits are computed at once, fewer for a large vocabulary
+LOGITS = 2**25  # of them at most
 LOSS = 512  # tokens of a text whose loss is measured
 
 
@@ -39,27 +40,28 @@ class Judge:
         model, per_layer = self.model.whole(state), [{"head_gate": gate} for gate in gates]
 
         def one_text(tokens: Array) -> Array:
-            return _losses(model, model(tokens[None], per_layer=per_layer)[0], tokens)
+            return losses(model, model(tokens[None], per_layer=per_layer)[0], tokens)
 
-        losses = jax.lax.map(one_text, self.texts)
+        of_tokens = jax.lax.map(one_text, self.texts)
         ends = model(self.starts, per_layer=per_layer)[np.arange(len(self.last)), self.last]
         return {
-            "loss": jnp.stack([losses.mean(where=place) for place in self.places]),
+            "loss": jnp.stack([of_tokens.mean(where=place) for place in self.places]),
             "facts": model.logits(ends).argmax(-1) == self.right,
         }
 
 
-def _losses(model: interop.Transformer, hidden: Array, tokens: Array) -> Array:
+def losses(model: interop.Transformer, hidden: Array, tokens: Array) -> Array:
     """``[T-1]``: the loss at each next token, for hidden states ``[T,M]``; all logits at once would not fit."""
-    padding = -(len(tokens) - 1) % PLACE
-    states = jnp.pad(hidden[:-1], ((0, padding), (0, 0))).reshape(-1, PLACE, hidden.shape[-1])
+    at_once = max(min(PLACE, LOGITS // model.config.vocabulary), 1)
+    padding = -(len(tokens) - 1) % at_once
+    states = jnp.pad(hidden[:-1], ((0, padding), (0, 0))).reshape(-1, at_once, hidden.shape[-1])
 
     def some(both: tuple[Array, Array]) -> Array:
         states, right = both
         logits = model.logits(states).astype(jnp.float32)
         return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, right[:, None], 1)[:, 0]
 
-    right = jnp.pad(tokens[1:], (0, padding)).reshape(-1, PLACE)
+    right = jnp.pad(tokens[1:], (0, padding)).reshape(-1, at_once)
     return jax.lax.map(some, (states, right)).ravel()[: len(tokens) - 1]
 
 
@@ -75,7 +77,7 @@ def streams(study: Study, number: int) -> Part:
     @jax.jit
     def masked(state: nnx.State, mask: masks.Mask) -> Array:
         whole = model.whole(state)
-        return _losses(whole, whole(tokens[None], mask=mask)[0], jnp.asarray(tokens))
+        return losses(whole, whole(tokens[None], mask=mask)[0], jnp.asarray(tokens))
 
     @jax.jit
     def rolled(state: nnx.State) -> Array:
@@ -88,7 +90,7 @@ def streams(study: Study, number: int) -> Part:
             return cache, hidden[0]
 
         _, hidden = jax.lax.scan(chunk, whole.init_cache(1, size, rolling=True), chunks)
-        return _losses(whole, hidden.reshape(-1, hidden.shape[-1]), chunks.ravel())
+        return losses(whole, hidden.reshape(-1, hidden.shape[-1]), chunks.ravel())
 
     sinks = masks.Causal() & (masks.SlidingWindow(window - 1) | masks.Prefix(4))
     each = [masked(model.state, masks.Causal()), rolled(model.state), masked(model.state, sinks)]

@@ -15,6 +15,7 @@ from jattn_experiments.measure.saved_model import check_claim
 
 PATTERNS = ("retrieval", "induction", "previous_token", "first_token")
 COPIES = 0.5  # retrieval score from which a head counts as one that copies
+LENGTH = 2048  # tokens of a text whose loss is measured with other windows, at most
 SINK = 0.5  # mean weight on the first token from which a head counts as one that rests there
 TOP = 10  # heads with the largest induction scores
 RESAMPLED = 200  # times that heads are drawn again, for an interval
@@ -35,7 +36,24 @@ def names(config: Config) -> list[str]:
     options = config.long
     each = [f"{what}/{length}" for what in ("found", "score", "heads") for length in options.lengths]
     sinks = [f"{what}/{length}" for what in ("first", "entropy", "share") for length in sink_lengths(options.lengths)]
-    return [*_FIXED, *each, *sinks, *(f"induction/{distance}" for distance in options.distances)]
+    every = [*_FIXED, *each, *sinks, *(f"induction/{distance}" for distance in options.distances)]
+    return every + _names_of_kinds(config) if options.windows else every
+
+
+KINDS = ("global", "local")  # layers without a window, and with one
+
+
+def _names_of_kinds(config: Config) -> list[str]:
+    """The metrics that tell layers with a window from those without."""
+    options = config.long
+    fixed = [
+        "share_of_global",
+        *(f"{what}/{kind}" for what in ("score", "alone") for kind in KINDS),
+        "score/local beyond",
+    ]
+    by_kind = [f"induction/{distance}/{kind}" for distance in options.distances for kind in KINDS]
+    by_kind += [f"first/{length}/{kind}" for length in sink_lengths(options.lengths) for kind in KINDS]
+    return fixed + by_kind + [f"window/{size}/{what}" for size in options.windows for what in ("found", "loss")]
 
 
 def sink_lengths(lengths: Sequence[int]) -> list[int]:
@@ -73,7 +91,40 @@ def metrics_of(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
     top = set(strongest(measured["patterns"]["induction"], TOP))
     metrics["same/induction"] = Measure([len(top & set(measured["group"])) / len(measured["group"])])
     metrics["twin/retrieval"] = Measure([float(np.max([twin["scores"] for twin in measured["twins"]]))])
-    return metrics | _metrics_of_groups(config, measured) | _metrics_of_looks(config, measured)
+    metrics |= _metrics_of_groups(config, measured) | _metrics_of_looks(config, measured)
+    return metrics | (_metrics_of_kinds(config, measured) if options.windows else {})
+
+
+def _metrics_of_kinds(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
+    """What heads of layers with a window do, and those of layers without, and what other windows change."""
+    options, local = config.long, measured["local"]
+    of = {"global": ~local, "local": local}
+    each = _joined(measured["needles"][options.ablated])
+    scores = each["score"]
+    # Needles that are beyond the window, but for the length of the needle and of its question.
+    far = np.tile((1 - depths_of(options.depths)) * options.ablated > measured["window"], options.texts)
+    copies, alone = (measured["scores"] >= COPIES).sum(1), _mean(measured["alone"], "found").mean(-1)
+    metrics = {
+        "share_of_global": Measure(
+            [float(copies[~local].sum() / max(copies.sum(), 1))], [float((~local).mean())], "all heads"
+        ),
+        "score/local beyond": Measure([float(scores[far].mean(0)[local].max()) if far.any() else 0.0]),
+    }
+    sinks = _mean(measured["sinks"], "first")
+    induction = _mean(measured["distances"], "score")
+    for kind, layers in of.items():
+        metrics[f"score/{kind}"] = Measure([float(scores.mean(0)[layers].max())])
+        metrics[f"alone/{kind}"] = Measure([float(alone[layers].min())])
+        for distance, by_head in zip(options.distances, induction, strict=True):
+            metrics[f"induction/{distance}/{kind}"] = Measure([float(by_head[layers].max())])
+        for length, by_head in zip(sink_lengths(options.lengths), sinks, strict=True):
+            metrics[f"first/{length}/{kind}"] = Measure([float(by_head[layers].mean())])
+    trained = [_mean(measured["windows"][measured["window"]], name).mean() for name in ("found", "loss")]
+    for size in options.windows:
+        found, loss = (_mean(measured["windows"][size], name).mean() for name in ("found", "loss"))
+        metrics[f"window/{size}/found"] = Measure([float(found)], [float(trained[0])], "as trained")
+        metrics[f"window/{size}/loss"] = Measure([float(loss - trained[1])])
+    return metrics
 
 
 def _metrics_of_groups(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
@@ -185,6 +236,7 @@ def curves(config: Config, measured: dict[str, Any]) -> Curves:
     return {
         **_needle_curves(config, measured),
         **_sink_curves(config, measured),
+        **(_kind_curves(config, measured) if options.windows else {}),
         "loss in nats over position": {
             name: _line(ends, [values[end - step : end].mean() for end in ends])
             for name, values in zip(STREAMS, loss, strict=True)
@@ -243,6 +295,27 @@ def _sink_curves(config: Config, measured: dict[str, Any]) -> Curves:
     return {
         f"{title} over tokens": {label: _line(lengths, np.quantile(each, q, (1, 2))) for label, q in quantiles.items()}
         for title, each in over_tokens.items()
+    }
+
+
+def _kind_curves(config: Config, measured: dict[str, Any]) -> Curves:
+    options, local, sizes = config.long, measured["local"], sorted(measured["windows"])
+    lengths = sink_lengths(options.lengths)
+    induction, first = _mean(measured["distances"], "score"), _mean(measured["sinks"], "first")
+    of = {"global": ~local, "local": local}
+    loss = {size: _mean(measured["windows"][size], "loss") for size in sizes}
+    found = {size: _mean(measured["windows"][size], "found").mean() for size in sizes}
+    return {
+        "largest induction score over distance": {
+            kind: _line(options.distances, [each[layers].max() for each in induction]) for kind, layers in of.items()
+        },
+        "weight on the first token over tokens, by kind": {
+            kind: _line(lengths, [each[layers].mean() for each in first]) for kind, layers in of.items()
+        },
+        "needles found over the local layers' window": {f"{options.ablated} tokens": _line(sizes, found.values())},
+        "loss in nats over the local layers' window": {
+            f"text of {min(LENGTH, max(options.lengths))} tokens": _line(sizes, loss.values())
+        },
     }
 
 

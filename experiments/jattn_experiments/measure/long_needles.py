@@ -27,15 +27,19 @@ class Study:
     """
 
     def __init__(self, config: Config, model: Model, texts: Texts, folder: Path, tell: Callable[..., None]):
-        self.config, self.options, self.model, self.texts, self.folder = config, config.long, model, texts, folder
+        self.config, self.options, self.texts, self.folder, self._tell = config, config.long, texts, folder, tell
         self.depths = long_texts.depths_of(self.options.depths)
-        self._tell, self._reader = tell, Reader(model, self.options.ablated)
+        self.use(model)
         # What all other parts rest on: a stopped run goes on with the same.
         needles = (np.array(part) for each in texts.needles for one in each for part in one)
         tokens = np.concatenate([*texts.chosen, *texts.judged, *needles]).astype(np.int32)
         digest = np.frombuffer(hashlib.sha256(tokens.tobytes()).digest(), np.uint8)
         if (self.part("texts", lambda: {"digest": digest})["digest"] != digest).any():
             raise Damaged(f"{folder} was measured on other texts, of another version; start in another folder")
+
+    def use(self, model: Model) -> None:
+        """Measures this model from here on."""
+        self.model, self._reader = model, Reader(model, self.options.ablated)
 
     def part(self, name: str, measure: Callable[..., Part], *arguments: Any) -> Part:
         """What ``measure(*arguments)`` returns, or what it returned before the run was stopped.
