@@ -107,9 +107,10 @@ def _in_place(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         return merged
     if not isinstance(entry, Mapping) or any(isinstance(one, Mapping) for one in entry.values()):
         raise ValueError(f"config: this model's positions are in rope_parameters; pass these, in place of {entry}")
+    if "rope_scaling" not in config:
+        return merged | {"rope_parameters": {**entry, "rope_theta": config["rope_theta"]}}
     base = config.get("rope_theta", entry.get("rope_theta"))
-    others = {} if "rope_scaling" in config else entry
-    return merged | {"rope_parameters": {**others, **({} if base is None else {"rope_theta": base})}}
+    return merged | {"rope_parameters": None} | ({} if base is None else {"rope_theta": base})
 
 
 def from_tensors(

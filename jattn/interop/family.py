@@ -154,10 +154,8 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"rope_parameters and rope_scaling must be dicts, got {entries}")
     merged: dict[str, Any] = {**entries[1], **entries[0]}
-    if differing := [
-        key for key in merged if all(key in one for one in entries) and entries[0][key] != entries[1][key]
-    ]:
-        raise ValueError(f"rope_parameters and rope_scaling of this config differ in {', '.join(map(str, differing))}")
+    if all(entries) and entries[0] != entries[1]:  # transformers 5.24 takes rope_scaling, and nothing of the other
+        raise ValueError(f"rope_parameters and rope_scaling of this config differ: {entries[0]} and {entries[1]}")
     named = [entry[key] for entry in entries for key in ("rope_type", "type") if key in entry]
     kinds = [kind for at, kind in enumerate(named) if kind != "default" and kind not in named[:at]]
     if len(kinds) > 1 or not all(isinstance(kind, str) and kind in _ROTARY for kind in kinds):

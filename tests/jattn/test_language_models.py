@@ -423,10 +423,17 @@ def test_configs_that_the_model_cannot_be(name, change, message):
 
 
 def test_scaling_in_either_entry_is_read():
-    both = {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"type": "linear", "factor": 8.0}}
-    for name in ("llama", "gpt_neox"):
-        position = interop.read_config(CONFIGS[name] | both).position
-        assert (position.base, position.scaling.factor) == (500.0, 8.0)
+    scaling = {"type": "linear", "factor": 8.0}
+    for name in ("llama, linear", "gpt_neox"):
+        config = {key: x for key, x in CONFIGS[name].items() if key != "rope_parameters"}
+        for change in (
+            {"rope_theta": 500.0, "rope_scaling": scaling},
+            {"rope_parameters": scaling | {"rope_theta": 500.0}},
+        ):
+            position = interop.read_config(config | change).position
+            assert (position.base, position.scaling.factor) == (500.0, 8.0)
+        with pytest.raises(ValueError, match="rope_parameters and rope_scaling of this config differ"):
+            interop.read_config(config | {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": scaling})
 
 
 def test_one_parameter_twice():
