@@ -100,7 +100,7 @@ def _convert(file: Path, folder: Path) -> None:
     from safetensors.numpy import save_file
 
     tensors, config = read_gguf(file)
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+    save_file({name: np.ascontiguousarray(x[:]) for name, x in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
