@@ -1,8 +1,8 @@
 #!/bin/sh
 # One expects: opening a GGUF file maps it and reads its header; a vocabulary costs about what its strings take.
 # What happens: the reader makes two array objects, views of the mapped file, for every string. Of a real vocabulary
-#   (Gemma 3, 262,144 tokens, 253 MB in all) that is 19 s and 690 MB before a single weight is read, and it happens again
-#   for whoever opens the file for its weights alone. Here: 20,000 tokens of 9 bytes.
+#   (Gemma 3, 262,144 tokens, 253 MB in all) that is 690 MB, and 19 s on a Xeon at 2.8 GHz, before a single weight is read,
+#   and it happens again for whoever opens the file for its weights alone. Here: 20,000 tokens of 9 bytes.
 # Version: gguf 0.19.0. Source: gguf/gguf_reader.py, _get_str and _get_field_parts.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,8 @@
 """The format of GGUF files, llama.cpp's: fields, and tensors that are dequantised as they are read.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Nothing in a file is executed, and no size in it is
-believed before the file is known to be that long. gguf's own reader makes an array of every string: of a vocabulary of
-262,144 tokens, that takes 19 s and 690 MB. The quantised types are gguf's.
+believed before the file is known to be that long. gguf's own reader makes two arrays of every string, which
+takes 690 MB for a vocabulary of 262,144 tokens. The quantised types are gguf's.
 """
 
 import contextlib
