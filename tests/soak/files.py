@@ -4,7 +4,6 @@ A file that is damaged at random may lose nothing but its own numbers: a model o
 """
 
 import json
-import resource
 import struct
 import tempfile
 import time
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from jattn import interop
+from jattn_experiments.bench.probe import peak_resident
 from tests.reference.tokenizer import BYTES, encoded
 from tests.soak import models
 from tests.soak.trial import Difference, Trial, compare
@@ -209,11 +209,11 @@ def load_checkpoint(folder: Path, rng: np.random.Generator) -> tuple[str, str]:
     file, config = draw_checkpoint(rng)
     (folder / "model.safetensors").write_bytes(file)
     (folder / "config.json").write_bytes(config)
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = time.monotonic(), peak_resident()
     result, wrong = outcome(interop.load, folder)
-    seconds, taken = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    if seconds > SECONDS or taken * 1024 > MEMORY + len(file):
-        wrong = f"{seconds:.1f} s and {taken // 1024} MiB of memory for a file of {len(file)} bytes"
+    seconds, taken = time.monotonic() - began, peak_resident() - before
+    if seconds > SECONDS or taken > MEMORY + len(file):
+        wrong = f"{seconds:.1f} s and {taken / 2**20:.0f} MiB of memory for a file of {len(file)} bytes"
     return result, wrong
 
 
