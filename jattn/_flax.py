@@ -61,7 +61,8 @@ def attend_as_flax(
     query, key, value = common_dtype(query, key, value, dtype)
     if deterministic or dropout_rate == 0.0:
         dropout_rate, dropout_rng = 0.0, None
-    if input_positions is not None and key.shape[-3] == query.shape[-3]:
+    counts_itself = options.get("cache") is not None and options["cache"].first_tokens  # which is an error
+    if input_positions is not None and key.shape[-3] == query.shape[-3] and not counts_itself:
         position = for_tokens(options.get("position"), query.shape[-3], options.get("cache"))
         options["position"] = _at_positions(position, input_positions, query.shape[:-2])
     elif input_positions is not None:

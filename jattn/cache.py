@@ -25,8 +25,9 @@ class KVCache:
     ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
     of 32 or 64 bits. It keeps its dtype; ``rewind`` makes it smaller. The token at position p is in slot p. In a
     ``rolling`` cache it is in slot ``p mod C`` and replaces the token C positions before it. Other slots are never
-    seen. ``flax.serialization`` saves and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``:
-    as in ``init_cache``.
+    seen. With ``first_tokens``, F of them, a rolling cache keeps the first F tokens and the last C - F, and layers
+    count ``position`` within the cache (``init_cache``). ``flax.serialization`` saves and restores it once
+    ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``: as in ``init_cache``.
 
     ``layer``: an index, traced or not, if keys and values are those of all layers, ``[L,B,C,K,H]``. A call with such a
     cache reads this layer's, and returns all of them. So a scan over layers carries one cache, of which a step writes
@@ -50,6 +51,7 @@ class KVCache:
     rolling: bool = static_field(default=False)
     sharding: NamedSharding | None = static_field(default=None)
     layer: Any = None
+    first_tokens: int = static_field(default=0)
 
     @property
     def capacity(self) -> int:
@@ -86,12 +88,28 @@ class KVCache:
         return length.astype(jnp.int32)
 
     @property
+    def _turn(self) -> int:
+        """The slots that are used in turn, all but those of the first tokens."""
+        return self.capacity - self.first_tokens
+
+    def _slots(self, positions: Array) -> Array:
+        """Where a rolling cache has the tokens at these positions."""
+        first = self.first_tokens
+        if not first:
+            return positions % self.capacity
+        return jnp.where(positions < first, positions, first + (positions - first) % self._turn)
+
+    @property
     def slot_positions(self) -> Array | None:
         """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; if None, the slot itself."""
         if not self.rolling:
             return None
-        last = jnp.reshape(self._length, (-1, 1)) - 1
-        return last - (last - np.arange(self.capacity, dtype=np.int32)[None, :]) % self.capacity
+        last, slots = jnp.reshape(self._length, (-1, 1)) - 1, np.arange(self.capacity, dtype=np.int32)[None, :]
+        positions = last - (last - slots) % self._turn
+        if not self.first_tokens:
+            return positions
+        first, empty = slots < self.first_tokens, slots > last
+        return jnp.where(empty, -1, jnp.where(first, slots, positions))
 
     def next_positions(self, tokens: int, valid: ArrayLike | None = None) -> Array:
         """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``; -1 if not ``valid``.
@@ -128,7 +146,7 @@ class KVCache:
         """
         tokens, length = jnp.asarray(tokens), self._length
         check_array("tokens", tokens, "integers [] or [B]", jnp.integer, (), self.key.shape[-4:-3])
-        kept = jnp.minimum(length, self.capacity) if self.rolling else length
+        kept = jnp.where(length > self.capacity, self._turn, length) if self.rolling else length
         held = (tokens >= 0) & (tokens <= kept)
         if not isinstance(held, Tracer) and not held.all():
             raise ValueError(
@@ -155,6 +173,7 @@ def init_cache(
     value_dim: int | None = None,
     dtype: Any = jnp.float32,
     rolling: bool = False,
+    first_tokens: int = 0,
     sharding: NamedSharding | None = None,
 ) -> KVCache:
     """An empty cache for ``capacity`` tokens per sequence; sequences may have different lengths.
@@ -164,13 +183,20 @@ def init_cache(
         value_dim: D; H by default.
         dtype: floating; tokens are cast to it.
         rolling: keep the last ``capacity`` tokens and drop older ones; such a cache is never full.
+        first_tokens: F: a rolling cache keeps the first F tokens, too, and the last ``capacity - F``, so that a model
+            that attends to its first tokens can write without end (StreamingLLM, https://arxiv.org/abs/2309.17453).
+            Layers then apply ``position``, such as ``Rotary()``, as it is counted within the cache: the distance to
+            a first token ends at ``capacity - 1``, and other distances are those in the text. The cache holds keys
+            before ``position``. Masks and score functions see positions in the text. A call costs C rotated keys more,
+            and one of several tokens has twice the head dim for its scores.
         sharding: the mesh axes over which B, C and K are sharded, such as ``NamedSharding(mesh, PartitionSpec(None,
             "sequence"))``. Each device then holds its share of the slots. ``append`` writes to it in place, and layers
             attend to it in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
 
     Raises:
         TypeError: ``dtype`` is not floating; ``sharding`` is not a ``NamedSharding`` of a mesh of devices.
-        ValueError: ``sharding`` names an axis for head_dim, or B, C or K is not a multiple of its devices.
+        ValueError: ``sharding`` names an axis for head_dim, or B, C or K is not a multiple of its devices;
+            ``first_tokens`` is not less than ``capacity``, or the cache does not roll, or is sharded.
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
@@ -184,6 +210,11 @@ def init_cache(
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of a cache must be floating, got {jnp.dtype(dtype)}, which truncates keys and values")
+    if first_tokens and (not rolling or sharding is not None or not 0 < first_tokens < capacity):
+        raise ValueError(
+            f"first_tokens must be from 0 to capacity - 1 = {capacity - 1}, of a cache with rolling=True and without "
+            f"sharding, got first_tokens={first_tokens}, rolling={rolling}, sharding={sharding}"
+        )
     slots = (batch_size, capacity, num_kv_heads)
     shapes = (*slots, head_dim), (*slots, head_dim if value_dim is None else value_dim)
     everywhere = None
@@ -191,7 +222,8 @@ def init_cache(
         shares.check_sharding(sharding, *slots)
         everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     key, value = (shares.zeros(shape, dtype, sharding) for shape in shapes)
-    return KVCache(key, value, shares.zeros((batch_size,), jnp.int32, everywhere), rolling, sharding)
+    length = shares.zeros((batch_size,), jnp.int32, everywhere)
+    return KVCache(key, value, length, rolling, sharding, first_tokens=first_tokens)
 
 
 def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike | None = None) -> KVCache:
@@ -262,10 +294,13 @@ def append_chunk(
         key, value = (jax.lax.dynamic_update_slice(old, x, _at(row, first)) for old, x in zip(held, chunk, strict=True))
     else:
         positions = jnp.broadcast_to(positions, (B, L))
-        first = jnp.reshape(length, (-1, 1)).astype(jnp.int32) - cache.capacity if cache.rolling else 0
-        slots = positions % cache.capacity if cache.rolling else positions
-        # Tokens before the first are replaced within this chunk.
-        slots = jnp.where(positions >= jnp.maximum(first, 0), slots, cache.capacity)
+        oldest = jnp.reshape(length, (-1, 1)).astype(jnp.int32) - cache._turn if cache.rolling else 0
+        slots = cache._slots(positions) if cache.rolling else positions
+        # Tokens before the oldest are replaced within this chunk.
+        stays = positions >= jnp.maximum(oldest, 0)
+        if cache.first_tokens:
+            stays |= (positions >= 0) & (positions < cache.first_tokens)
+        slots = jnp.where(stays, slots, cache.capacity)
         rows = row + np.arange(B)[:, None]
         if cache.sharding is not None:
             key, value = shares.put(cache.sharding, sharded, False, held, chunk, slots)
@@ -314,7 +349,8 @@ def visible_keys(
     if mask is not None and not callable(mask):
         raise ValueError("a mask array is indexed by slot, but a rolling cache reuses slots; pass a Mask or a function")
     # Empty slots and padding have negative positions. The window is at most the cache's.
-    window: Mask = ~Prefix(0) & SlidingWindow(cache.capacity - 1, np.iinfo(np.int32).max)
+    window: Mask = SlidingWindow(cache._turn - 1, np.iinfo(np.int32).max)
+    window = ~Prefix(0) & (window | Prefix(cache.first_tokens) if cache.first_tokens else window)
     options: dict[str, Any] = {"mask": window if mask is None else window & mask}
     if key.shape[1] == 1:
         return *appended._held, options | {"kv_positions": appended.slot_positions}
@@ -336,8 +372,11 @@ def visible_keys(
 
 
 def stack_of(cache: KVCache, key: Array) -> Stack | None:
-    """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device."""
-    if cache.layer is None or cache.sharding is not None or cache.key.shape[1:] != key.shape:
+    """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device.
+
+    Of a cache with first tokens, the keys that are seen are rotated copies.
+    """
+    if cache.layer is None or cache.sharding is not None or cache.key.shape[1:] != key.shape or cache.first_tokens:
         return None
     if not cache.key.dtype == cache.value.dtype == key.dtype:  # what attention casts is a copy already
         return None

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from jattn._cache_positions import positions_within
 from jattn._core.call import AttentionOptions, ModOptions, ScoreOptions
 from jattn._mods.arrays import Length, namespace
 from jattn.api import attend_in_stack, attention_weights, dot_product_attention
@@ -197,9 +198,14 @@ def _with_positions_and_cache(
             )
         chunk_positions = cache.next_positions(S, valid)
         at_queries = chunk_positions if T == S else cache.next_positions(T)
+        if cache.first_tokens and query_positions is not None:
+            raise ValueError(
+                "query_positions, input_positions: a cache with first_tokens counts positions itself; omit them"
+            )
         query_positions = at_queries if query_positions is None else query_positions
         kv_positions = query_positions if T == S else chunk_positions
-    if position is not None:
+    within_cache = cache is not None and cache.first_tokens > 0
+    if position is not None and not within_cache:
         rotate = for_tokens(position, S, cache)
         query = rotate(query, _or_arange(query_positions, query))
         key = rotate(key, _or_arange(kv_positions, key))
@@ -210,6 +216,9 @@ def _with_positions_and_cache(
     mask, bias = arguments["mask"], arguments["bias"]
     key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
     arguments |= {"query_positions": at_queries, "kv_positions": None} | visibility
+    if position is not None and within_cache:
+        rotate, seen = for_tokens(position, S, cache), arguments["kv_positions"]
+        query, key = positions_within(cache, rotate, query, key, at_queries, seen, arguments.get("scale") is not None)
     return *common_dtype(query, key, value, None), appended
 
 
@@ -383,7 +392,7 @@ def for_tokens(position: Any, tokens: Length, cache: KVCache | None) -> Any:
     Raises ``ValueError`` if that length is not known, since the cache rolls.
     """
     at = at_length(position, tokens if cache is None else cache.capacity)
-    if cache is not None and cache.rolling and at is not position:
+    if cache is not None and cache.rolling and not cache.first_tokens and at is not position:
         raise ValueError(
             "position: the frequencies of this Rotary depend on the length of the text, which a rolling cache does not "
             "tell; pass at_length(position, tokens)"

@@ -178,15 +178,14 @@ def sigmoid_attention(recipe, dtype):
 
 
 def sliding_window_with_sinks(recipe, dtype):
-    r = recipe(["SINKS, WINDOW, T, N, H = 2, 5, 23, 3, 12"])
+    r = recipe(["FIRST, CAPACITY, T, N, H = 2, 7, 23, 3, 12"])
     query, key, value = draw(dtype, *[(23, 2, 1, 3, 12)] * 3)
-    empty = [jattn.init_cache(2, c, 3, 12, dtype=dtype, rolling=c == 5) for c in (2, 5)]
-    with jax.numpy_dtype_promotion("standard"):
-        _, out = jax.lax.scan(r["step"], tuple(empty), (query, key, value, jnp.arange(23)))
+    empty = jattn.init_cache(2, 7, 3, 12, dtype=dtype, rolling=True, first_tokens=2)
+    _, out = jax.lax.scan(r["step"], empty, (query, key, value))
     q, k, v = (wide(x)[:, :, 0].swapaxes(0, 1) for x in (query, key, value))
     near, first = (
         jnp.einsum("btnh,bsnh->bnts", r["rotary"](q, rows), r["rotary"](k, r["at"])) / 12**0.5
-        for rows in (r["at"], jnp.minimum(r["at"], r["END"]))
+        for rows in (r["at"], jnp.minimum(r["at"], 6))
     )
     weights = softmax_of(jnp.where(r["kv"] < 2, first, near), r["visible"])
     return [(out[:, :, 0], jnp.einsum("bnts,bsnd->tbnd", weights, v))]

@@ -125,23 +125,28 @@ class Transformer(nnx.Module):
         *,
         dtype: Any = None,
         rolling: bool = False,
+        first_tokens: int = 0,
         sharding: NamedSharding | None = None,
     ) -> KVCache:
         """An empty cache of all layers: a ``KVCache`` whose keys and values are ``[L,B,C,K,H]``.
 
-        ``capacity``, ``rolling``: as in ``jattn.init_cache``; so is ``sharding``, that of one layer. ``dtype``: that of
-        the parameters by default.
+        ``capacity``, ``rolling``, ``first_tokens``: as in ``jattn.init_cache``; so is ``sharding``, that of one layer.
+        ``dtype``: that of the parameters by default.
 
         Raises:
             ValueError: the model is not causal; more tokens than it has positions for; a rolling cache that is smaller
-                than the model's window, or of a model that learned a position for each token.
+                than the model's window and the first tokens, or of a model that learned a position for each token.
         """
         config = self.config
         if rolling and config.position is None:
             raise ValueError(f"rolling: a {config.family} has {config.max_length} positions and no more")
-        if rolling and config.window is not None and capacity < config.window:
-            raise ValueError(f"capacity must be at least {config.window}, the model's window, got {capacity}")
-        if rolling and any(at_length(one, 1) is not one for one in (config.position, config.local_position)):
+        if rolling and config.window is not None and capacity - first_tokens < config.window:
+            also = f" and {first_tokens} first tokens" if first_tokens else ""
+            raise ValueError(
+                f"capacity must be at least {config.window + first_tokens}, the model's window{also}, got {capacity}"
+            )
+        by_length = any(at_length(one, 1) is not one for one in (config.position, config.local_position))
+        if rolling and not first_tokens and by_length:
             raise ValueError(f"rolling: the rotary positions of this {config.family} depend on the length of the text")
         if not config.causal:
             raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")
@@ -150,7 +155,7 @@ class Transformer(nnx.Module):
         dtype = self.token_embed.embedding[...].dtype if dtype is None else dtype
         heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
         sizes = batch_size, capacity, heads, config.size_of_head
-        one = init_cache(*sizes, dtype=dtype, rolling=rolling, sharding=sharding)
+        one = init_cache(*sizes, dtype=dtype, rolling=rolling, first_tokens=first_tokens, sharding=sharding)
         of_all = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
         key, value = (shares.zeros((config.num_layers, *x.shape), x.dtype, of_all) for x in (one.key, one.value))
         return dataclasses.replace(one, key=key, value=value)

@@ -15,6 +15,7 @@ from jattn_experiments.config import Claim, Config, Evaluate, LanguageModel, Mes
 from jattn_experiments.measure import head_groups, language_metrics, language_model, saved_model, sequences
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Damaged
 from tests.jattn.test_language_models import CONFIGS, VOCABULARY, tensors_of
 
 FIRST = "<s>"
@@ -152,6 +153,23 @@ def test_a_path_is_what_it_is_by_hand(model, data):
     np.testing.assert_allclose(scores["key groups"][1], scores["clean"], rtol=1e-5)
     np.testing.assert_allclose(scores["query"][2], scores["clean"], rtol=1e-5)
     assert abs(scores["key"][0, 2] - scores["clean"]) > 1e-4 < abs(scores["query"][0, 2] - scores["clean"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ({"norm": "rms", "norm_outputs": True}, "norms of what heads write"),
+        ({"norm_first": False}, "norms of what heads write"),
+        ({"window": 4}, "layers with a window"),
+        ({"scale": 0.1}, "a scale of its scores"),
+    ],
+)
+def test_models_whose_paths_are_no_sums_are_refused(kind, reason):
+    sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+    plain = interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+    language_model.refuse_other_paths("tiny", plain)
+    with pytest.raises(Damaged, match=f"tiny has {reason}, and paths between heads are not measured there"):
+        language_model.refuse_other_paths("tiny", dataclasses.replace(plain, **kind))
 
 
 def test_matched_groups_are_of_the_same_layers_and_norms():

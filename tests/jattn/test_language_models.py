@@ -308,6 +308,34 @@ def test_a_rolling_cache_of_a_window(models):
     close(through_cache(model, one_by_one, model.init_cache(2, 6, rolling=True))[0], logits(model, TOKENS))
 
 
+@pytest.mark.slow_except("local")
+@pytest.mark.parametrize("name", ["llama", "mistral", "local"])
+def test_a_cache_with_first_tokens_gives_the_same_in_chunks_of_any_length(models, name):
+    """And the full pass, as long as all tokens fit."""
+    if name == "local":  # as in Gemma 3
+        options = {"local": (True, False), "local_position": Rotary(100.0), "scale": 0.2, "norm": "rms", "window": 4}
+        sizes = {"num_layers": 2, "num_heads": 4, "model_dim": 16, "mlp_dim": 8, "vocabulary": VOCABULARY}
+        kind = {"norm_epsilon": 1e-6, "activation": "silu", "position": Rotary(), "norm_outputs": True, **options}
+        model = interop.Transformer(interop.Config("tiny", **sizes, max_length=64, **kind), rngs=nnx.Rngs(0))
+    else:
+        model = models(name)
+    one_by_one = np.split(TOKENS, TOKENS.shape[1], axis=1)
+    cache = model.init_cache(2, 7, rolling=True, first_tokens=2)
+    expected, _ = through_cache(model, one_by_one, cache)
+    for at in ([6, 8], [9], []):
+        close(through_cache(model, np.split(TOKENS, at, axis=1), cache)[0], expected)
+    full = logits(model, TOKENS)
+    close(expected[:, :7], full[:, :7])
+    only_windows = name == "mistral"  # behind which first tokens are not seen
+    assert (np.abs(expected - full)[:, 7:].max() < 1e-4) == only_windows
+    if model.config.window is not None:
+        least = model.config.window + 2
+        with pytest.raises(
+            ValueError, match=f"at least {least}, the model's window and 2 first tokens, got {least - 1}"
+        ):
+            model.init_cache(2, least - 1, rolling=True, first_tokens=2)
+
+
 def test_a_cache_of_another_model(models):
     for cache in jax.tree.map(lambda x: x[:1], models("llama").init_cache(2, 16)), models("llama").init_cache(3, 16):
         with pytest.raises(ValueError, match="from init_cache of this model"):

@@ -27,6 +27,7 @@ from jattn_experiments.measure.saved_model import Model, output_norms, pair
 from jattn_experiments.measure.sequences import PLACES, Sequences
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Damaged
 from jattn_experiments.runs.terminal import Terminal
 
 SINGLE = 1  # sequences of random tokens, and of text, on which single heads are switched off
@@ -57,9 +58,10 @@ def check_file(config: Config, section: str) -> Path:
 def run(config: Config, out: Path) -> Findings:
     """Looks at every head, switches groups and single heads off, patches paths, and does the same to the toy model."""
     started, options = time.monotonic(), config.language
-    toy = toy_baseline.measure(config, out / "toy")
     source = model_file(options.model)
     sizes = interop.load(source, progress=False).config  # of a model that is let go: the twins take as much memory
+    refuse_other_paths(options.model, sizes)
+    toy = toy_baseline.measure(config, out / "toy")
     data = sequences.draw(options, interop.tokenizer(source), sizes.vocabulary)
     twins = [look_at(Model.of(twin), data) for twin in saved_model.twins(sizes)]
     model = Model.of(interop.load(source))
@@ -99,6 +101,20 @@ def run(config: Config, out: Path) -> Findings:
         controls=language_metrics.controls(config, metrics),
         claims=[language_metrics.verdict(claim, config, metrics) for claim in config.claims],
     )
+
+
+def refuse_other_paths(name: str, config: interop.Config) -> None:
+    """Raises ``Damaged`` for a model whose heads do not write to the stream as it is, or do not see all before."""
+    reasons = {
+        "norms of what heads write": config.norm_outputs or not config.norm_first,
+        "layers with a window": config.window is not None,
+        "a scale of its scores": config.scale is not None,
+    }
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise Damaged(
+            f"language.model: {name} has {', '.join(found)}, and paths between heads are not measured there; the "
+            "claims of configs/long_heads.yaml can be (long.lengths)"
+        )
 
 
 def look_at(model: Model, data: Sequences) -> dict[str, Any]:

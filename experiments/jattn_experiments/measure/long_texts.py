@@ -85,7 +85,7 @@ def draw(config: Config, tokenizer: Any) -> Texts:
     texts: list[np.ndarray] = []
     for i, kind in enumerate(every):
         before, each = every[:i].count(kind), every.count(kind)
-        texts.append(_piece(kind, seed * each + before, longest, tokenizer))
+        texts.append(piece(kind, seed * each + before, longest, tokenizer))
     rng = np.random.default_rng(seed)
     needles = []
     for _ in every:
@@ -108,7 +108,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
+def piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
     """The piece of ``length`` tokens with this number, of all text of a kind in a fixed order."""
     tokens: list[int] = []
     for text in _texts(kind):
