@@ -27,6 +27,7 @@ from jattn.cache import KVCache, append, init_cache
 from jattn.kernels import Unsupported
 
 if TYPE_CHECKING:
+    from jattn import circuits as circuits
     from jattn import heads, positions, sharding
     from jattn import interop as interop
     from jattn import linen as linen
@@ -69,7 +70,7 @@ __all__ = [
 
 # Imported when they are first used, so that `import jattn` takes little longer than `import jax`. Flax's modules and
 # matplotlib take a while.
-_LATER = ("heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding", "testing")
+_LATER = ("circuits", "heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding", "testing")
 _LATER_FROM = {
     "init_multi_head": "multi_head",
     "multi_head_attention": "multi_head",

@@ -306,7 +306,7 @@ class MultiHeadAttention(nnx.Module):
             "position": self.position,
             "sinks": None if self.sinks is None else self.sinks[...],
             "implementation": self.implementation,
-            **_flax.call_options(options, _values(self.score_mod)),
+            **_flax.call_options(options, variables_read(self.score_mod)),
         }
         cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
@@ -400,7 +400,7 @@ def _learned(mod: Any) -> Any:
     return nnx.data(jax.tree.map(to_param, mod, is_leaf=is_variable))
 
 
-def _values(mod: Any) -> Any:
+def variables_read(mod: Any) -> Any:
     """The score function of ``_learned``, with its variables replaced by their values."""
     is_variable = lambda x: isinstance(x, nnx.Variable)
     return jax.tree.map(lambda x: x[...] if is_variable(x) else x, mod, is_leaf=is_variable)

@@ -131,8 +131,8 @@ def test_public_names_stay_where_they_are(path):
 
 # What takes long to import, and plain calls do not need.
 SLOW_TO_IMPORT = """
-    flax gguf jax.extend jax.experimental.pallas jattn.heads jattn.interop jattn.multi_head jattn.plots jattn.reports
-    jattn.sharding jattn.testing matplotlib optax pandas safetensors scipy.stats tokenizers
+    flax gguf jax.extend jax.experimental.pallas jattn.circuits jattn.heads jattn.interop jattn.multi_head jattn.plots
+    jattn.reports jattn.sharding jattn.testing matplotlib optax pandas safetensors scipy.stats tokenizers
 """.split()
 
 

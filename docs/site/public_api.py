@@ -20,6 +20,7 @@ MODULES = [
     "jattn.interop",
     "jattn.plots",
     "jattn.reports",
+    "jattn.circuits",
     "jattn.testing",
 ]
 

@@ -320,11 +320,11 @@ def layer_options(config: Config, call: Mapping[str, Any], local: bool, valid: A
     window = {"local_window_size": config.window_sides} if local and config.window is not None else {}
     options = {**window, **call}
     if valid is not None:
-        options["mask"] = _mask_padding(valid, call.get("mask"))
+        options["mask"] = mask_padding(valid, call.get("mask"))
     return options
 
 
-def _mask_padding(valid: Array, mask: Any) -> Any:
+def mask_padding(valid: Array, mask: Any) -> Any:
     """``mask``, if any, joined with one that shows only the valid keys, ``valid [B,T]``."""
     if callable(mask):
         return masks.and_masks(mask, masks.Dense(valid[:, None, None]))

@@ -1,0 +1,21 @@
+"""Circuits: which output feeds which input, what each such edge is worth, and whether some edges alone do the work."""
+
+from jattn.circuits._attribution import edge_attribution, mean_outputs
+from jattn.circuits._edge_scores import EdgeScores
+from jattn.circuits._faithfulness import Faithfulness, faithfulness, run_circuit
+from jattn.circuits._graph import Graph, graph_of
+from jattn.circuits._parts import CircuitModel
+from jattn.circuits._runs import Outputs
+
+__all__ = [
+    "CircuitModel",
+    "EdgeScores",
+    "Faithfulness",
+    "Graph",
+    "Outputs",
+    "edge_attribution",
+    "faithfulness",
+    "graph_of",
+    "mean_outputs",
+    "run_circuit",
+]

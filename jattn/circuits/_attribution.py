@@ -1,0 +1,172 @@
+"""``edge_attribution``: what each edge of a model is worth to a metric."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import ArrayLike
+
+from jattn.circuits._edge_scores import EdgeScores
+from jattn.circuits._examples import Examples, check_finite
+from jattn.circuits._parts import Parts
+from jattn.circuits._runs import Example, Metric, Outputs, changes_of, cut_run, gradient_scores, outputs_of
+from jattn.interop._progress import track
+
+METHODS = ("eap", "eap-ig", "exact")
+
+
+def edge_attribution(
+    model: nnx.Module,
+    clean: ArrayLike,
+    corrupt: ArrayLike | Outputs | str,
+    metric: Metric,
+    *,
+    method: str = "eap",
+    steps: int = 5,
+    edges: ArrayLike | None = None,
+    within: ArrayLike | None = None,
+    labels: Any = None,
+    valid: ArrayLike | None = None,
+    per_example: bool = False,
+    progress: bool = True,
+) -> EdgeScores:
+    """What each edge of a model is worth to a metric: its change if the edge carries what was written in another run.
+
+    An edge leads from a writer (the embedding, a head, an MLP) to a later reader (the query, key or value of a head, an
+    MLP, the logits). With the edge cut, that reader alone reads the writer's corrupt output, and all others read the
+    clean one. One sequence is looked at after another, in memory linear in its length.
+
+    Args:
+        model: of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
+        clean: integers ``[B,T]``.
+        corrupt: what a cut edge carries: of other tokens ``[B,T]``, such as the same text with another name; of
+            :func:`~jattn.circuits.mean_outputs`; or ``"zero"``, nothing.
+        metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as a difference of two logits; with
+            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it.
+        method: ``"eap"``: the metric's derivative at the clean input times the change, ``2 + 3`` passes for all edges.
+            ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean embeddings.
+            ``"exact"``: cuts each of ``edges`` in a run of its own.
+        steps: of ``"eap-ig"``.
+        edges: bool ``[R,W]``, those to score (``Graph.select``); all by default. ``"exact"`` needs it.
+        within: bool ``[R,W]``, of ``"exact"``: a circuit, so that edges outside of it are cut in all runs. With
+            ``edges`` the same, scores tell whether each of its edges is needed (minimality).
+        labels: a pytree of arrays ``[B, ...]``, an entry of which the metric gets for each sequence.
+        valid: bool ``[B,T]``, False for padding, of ``clean`` and ``corrupt`` alike; for models of ``jattn.interop``.
+        per_example: keep the scores of each sequence.
+        progress: show a line of progress.
+
+    Raises:
+        ValueError: shapes that do not match, clean and corrupt tokens that are equal, a metric that is no floating
+            scalar or is not finite, edges that do not exist, an unknown method; as ``graph_of``.
+        TypeError: as ``graph_of``.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> clean, corrupt = np.array([[3, 1, 4, 1]]), np.array([[3, 2, 4, 1]])
+        >>> metric = lambda logits, tokens: logits[-1, 1] - logits[-1, 2]
+        >>> found = jattn.circuits.edge_attribution(model, clean, corrupt, metric, progress=False)
+        >>> found.scores.shape, int(found.top(5).sum())
+        ((15, 7), 5)
+
+    Source: https://arxiv.org/abs/2310.10348 (Syed, Rager and Conmy) for ``"eap"``; https://arxiv.org/abs/2403.17806
+    (Hanna, Pezzelle and Belinkov) for ``"eap-ig"``, section 3; https://arxiv.org/abs/2304.14997 for edges.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == "eap-ig" and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    graph = parts.graph
+    if method == "exact" and edges is None:
+        raise ValueError(f"edges: 'exact' runs the model for each edge, and there are {graph.edges.sum()}; choose some")
+    if method != "exact" and within is not None:
+        raise ValueError("within is for method='exact'")
+    scored = graph.edges if edges is None else graph.checked(edges)
+    whole = graph.edges if within is None else graph.checked(within)
+    none, every, total, ends = np.zeros_like(whole), [], np.zeros(whole.shape), []
+    for i in track(range(len(examples)), "edges scored, examples", progress):
+        example, base = examples.one(parts, i)
+        before, corrupted = (float(cut_run(parts, example, base, cut, metric)) for cut in (graph.edges, none))
+        ends.append((before, corrupted))
+        check_finite(ends[-1], i)
+        if method == "exact":
+            scores = _exact(parts, example, base, scored, whole, metric)
+        else:
+            scores = _by_gradient(parts, example, base, metric, steps if method == "eap-ig" else None)
+        scores = np.where(scored, scores, 0.0)
+        total += scores
+        if per_example:
+            every.append(scores)
+    before, corrupted = np.array(ends).T
+    return EdgeScores(
+        graph, total / len(examples), scored, before, corrupted, method, np.stack(every) if per_example else None
+    )
+
+
+def mean_outputs(
+    model: nnx.Module, tokens: ArrayLike, *, valid: ArrayLike | None = None, progress: bool = True
+) -> Outputs:
+    """What each writer of a model writes on average, over all tokens of a data set: a corruption that tells nothing.
+
+    Args:
+        model: as in :func:`~jattn.circuits.edge_attribution`.
+        tokens: integers ``[B,T]``.
+        valid: bool ``[B,T]``, False for padding, which does not count.
+        progress: show a line of progress.
+
+    Raises:
+        ValueError, TypeError: as ``edge_attribution``.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> mean = jattn.circuits.mean_outputs(model, np.array([[3, 1, 4, 1]]), progress=False)
+        >>> mean.heads.shape  # [L,N,1,M]
+        (2, 2, 1, 8)
+    """
+    parts, examples = Parts.of(model), Examples.of(tokens, "zero", None, valid)
+    tokens, valid = examples.clean, examples.valid
+    total: Any = None
+    for i in track(range(len(examples)), "means, examples", progress):
+        sums = _sums(parts, Example(jnp.asarray(tokens[i]), None if valid is None else jnp.asarray(valid[i]), None))
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    count = tokens.size if valid is None else int(valid.sum())
+    return jax.tree.map(lambda x: x / count, total)
+
+
+@jax.jit
+def _sums(parts: Parts, example: Example) -> Outputs:
+    """The sum over tokens, ``[...,1,M]``."""
+    counts = jnp.ones(example.tokens.shape, bool) if example.valid is None else example.valid
+    of_tokens = lambda x: jnp.where(counts.reshape((1,) * (x.ndim - 2) + (-1, 1)), x, 0).sum(-2, keepdims=True)
+    return jax.tree.map(of_tokens, outputs_of(parts, example))
+
+
+def _by_gradient(parts: Parts, example: Example, base: Outputs, metric: Metric, steps: int | None) -> np.ndarray:
+    """``[R,W]`` by ``"eap"``, or with ``steps`` by ``"eap-ig"``."""
+    changes = changes_of(parts, example, base)
+    shares, total = ([1.0] if steps is None else [k / steps for k in range(1, steps + 1)]), 0.0
+    embedding = parts.embed(example.tokens, example.valid)
+    for share in shares:
+        at = embedding + (1.0 - share) * changes[0]
+        _, of_layers, of_logits = gradient_scores(parts, example, at, changes, metric)
+        total += np.concatenate([np.reshape(of_layers, (-1, len(changes))), np.asarray(of_logits)[None]])
+    return np.asarray(total / len(shares))
+
+
+def _exact(
+    parts: Parts, example: Example, base: Outputs, edges: np.ndarray, whole: np.ndarray, metric: Metric
+) -> np.ndarray:
+    before, result = float(cut_run(parts, example, base, whole, metric)), np.zeros(edges.shape)
+    for reader, writer in np.argwhere(edges & whole):
+        cut = whole.copy()
+        cut[reader, writer] = False
+        result[reader, writer] = float(cut_run(parts, example, base, cut, metric)) - before
+    return result

@@ -1,0 +1,126 @@
+"""``EdgeScores``: what each edge is worth, and which edges that makes a circuit of."""
+
+import dataclasses
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jattn.circuits._graph import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeScores:
+    """The result of :func:`~jattn.circuits.edge_attribution`: NumPy arrays.
+
+    Attributes:
+        graph: names and order of readers R and writers W.
+        scores: ``[R,W]``, the change of the metric if the edge carries the corrupt output; the mean over examples; 0
+            where there is no edge, or it was not scored.
+        scored: bool ``[R,W]``: the edges that were.
+        clean, corrupt: ``[B]``, the metric of each example with all edges, and with none.
+        method: how scores were computed.
+        per_example: ``[B,R,W]``, if asked for.
+
+    Example:
+        >>> graph = jattn.circuits.Graph(1, 1, 1)
+        >>> scores = np.where(graph.edges, [[3.0, 0, 0], [0, 0, 0], [-1, 0, 0], [0, -2, 0], [0.5, -4, 0.1]], 0)
+        >>> found = jattn.circuits.EdgeScores(graph, scores, graph.edges, np.ones(1), np.zeros(1), "eap")
+        >>> graph.readers[0], [graph.readers[r] for r, w in np.argwhere(found.top(2))]
+        ('query 0.0', ['query 0.0', 'logits'])
+        >>> [graph.readers[r] for r, w in np.argwhere(found.greedy(2))]
+        ['query 0.0', 'logits']
+    """
+
+    graph: Graph
+    scores: np.ndarray
+    scored: np.ndarray
+    clean: np.ndarray
+    corrupt: np.ndarray
+    method: str
+    per_example: np.ndarray | None = None
+
+    def top(self, count: int) -> np.ndarray:
+        """Bool ``[R,W]``: the ``count`` edges with the largest scores, of either sign."""
+        return self._mask(self._ranked()[: self._checked(count)])
+
+    def greedy(self, count: int) -> np.ndarray:
+        """Bool ``[R,W]``: ``count`` edges, from the logits backwards.
+
+        The next is always that with the largest score among those whose reader is part of the circuit so far, so every
+        edge leads on to the logits. Fewer, if no more are connected.
+        Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
+        """
+        self._checked(count)
+        readers_of = self._readers_by_writer()
+        strength, chosen, reached = np.where(self.scored, np.abs(self.scores), -1.0), [], set()
+        heap: list[tuple[float, int, int]] = []
+
+        def reach(reader: int) -> None:
+            if reader not in reached:
+                reached.add(reader)
+                for writer in np.flatnonzero(self.scored[reader]):
+                    heapq.heappush(heap, (-float(strength[reader, writer]), reader, int(writer)))
+
+        reach(len(self.scores) - 1)
+        while heap and len(chosen) < count:
+            _, reader, writer = heapq.heappop(heap)
+            chosen.append((reader, writer))
+            for other in readers_of.get(writer, ()):
+                reach(other)
+        return self._mask(np.array(chosen, int).reshape(-1, 2))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """``writer``, ``reader`` and ``score`` of every edge, the largest first."""
+        ranked = self._ranked()
+        writers, readers = (np.array(names, object) for names in (self.graph.writers, self.graph.readers))
+        return {
+            "writer": writers[ranked[:, 1]],
+            "reader": readers[ranked[:, 0]],
+            "score": self.scores[ranked[:, 0], ranked[:, 1]],
+        }
+
+    def table(self, rows: int = 20) -> str:
+        """The edges with the largest scores as text, one a line."""
+        gap = f"metric: clean {self.clean.mean():.4g}, corrupt {self.corrupt.mean():.4g}; {self.method}"
+        columns = self.columns()
+        first = zip(*(columns[name][:rows] for name in ("writer", "reader", "score")), strict=True)
+        lines = [f"{writer:>12} -> {reader:12} {score:+.4g}" for writer, reader, score in first]
+        left = len(columns["score"]) - rows
+        return "\n".join([gap, *lines, *([f"and {left} more"] if left > 0 else [])])
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each edge.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or see columns()") from None
+
+        return pandas.DataFrame(self.columns())
+
+    def _ranked(self) -> np.ndarray:
+        """``[E,2]``: reader and writer of the scored edges, the largest first; ties in their order."""
+        edges = np.argwhere(self.scored)
+        return edges[np.argsort(-np.abs(self.scores[self.scored]), kind="stable")]
+
+    def _mask(self, pairs: np.ndarray) -> np.ndarray:
+        mask = np.zeros_like(self.scored)
+        mask[pairs[:, 0], pairs[:, 1]] = True
+        return mask
+
+    def _checked(self, count: int) -> int:
+        if not 0 <= count <= self.scored.sum():
+            raise ValueError(f"count must be from 0 to the {self.scored.sum()} edges that have scores, got {count}")
+        return count
+
+    def _readers_by_writer(self) -> Mapping[int, list[int]]:
+        readers: dict[int, list[int]] = {}
+        for reader in range(len(self.scores)):
+            for writer in self.graph.heads_of(reader):
+                readers.setdefault(int(writer), []).append(reader)
+        return readers

@@ -1,0 +1,222 @@
+"""A circuit is run: the model with all other edges cut, and how much of a metric that keeps."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike
+
+from jattn.circuits._edge_scores import EdgeScores
+from jattn.circuits._examples import Examples, check_finite
+from jattn.circuits._parts import Parts
+from jattn.circuits._runs import Metric, Outputs, cut_run
+from jattn.interop._progress import track
+
+RESAMPLED = 1000  # times that examples are drawn again, for an interval
+CHOICES = ("greedy", "top")
+
+
+def run_circuit(
+    model: nnx.Module,
+    clean: ArrayLike,
+    corrupt: ArrayLike | Outputs | str,
+    edges: ArrayLike,
+    metric: Metric | None = None,
+    *,
+    labels: Any = None,
+    valid: ArrayLike | None = None,
+) -> Array | np.ndarray:
+    """The model with these edges alone: all others carry what was written in the corrupt run, edge by edge and exact.
+
+    With all edges it is the model on the clean tokens, with none on the corrupt ones. Compiled once for all sets of
+    edges.
+
+    Args:
+        model, clean, corrupt, labels, valid: as in :func:`~jattn.circuits.edge_attribution`.
+        edges: bool ``[R,W]``, such as ``EdgeScores.top(100)`` or ``Graph.select(pairs)``; or several, ``[S,R,W]``.
+        metric: as there; None: the logits.
+
+    Returns:
+        The metric of each example, ``[B]`` or ``[S,B]``; or the logits ``[B,T,V]`` or ``[S,B,T,V]``.
+
+    Raises:
+        ValueError: edges that do not exist; as ``edge_attribution``.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> clean, corrupt = np.array([[3, 1, 4, 1]]), np.array([[3, 2, 4, 1]])
+        >>> graph = jattn.circuits.graph_of(model)
+        >>> logits = jattn.circuits.run_circuit(model, clean, corrupt, graph.edges)
+        >>> np.allclose(logits, model.logits(model(clean)), atol=1e-5)
+        True
+    """
+    parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    edges = parts.graph.checked(edges)
+    sets = edges.reshape(-1, *edges.shape[-2:])
+    results = []
+    for i in range(len(examples)):
+        example, base = examples.one(parts, i)
+        results.append([np.asarray(cut_run(parts, example, base, each, metric)) for each in sets])
+    stacked = np.stack([np.stack(of_example) for of_example in results], 1)  # [S,B,...]
+    return stacked if edges.ndim > 2 else stacked[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faithfulness:
+    """The result of :func:`~jattn.circuits.faithfulness`: NumPy arrays, of S sizes of a circuit.
+
+    What is kept is ``(metric - corrupt) / (clean - corrupt)`` of means over examples: 1 is the whole model, 0 none.
+
+    Attributes:
+        sizes: ``[S]``, how many edges the circuit has.
+        edges: bool ``[S,R,W]``, which.
+        kept: ``[S]``, by the circuit.
+        interval: ``[S,2]``, of 95%, over examples drawn again.
+        random: ``[S]``, by as many edges that were drawn at random.
+        left: ``[S]``, by all edges but the circuit: near 0 if the circuit is complete.
+        clean, corrupt: ``[B]``, the metric of each example with all edges, and with none.
+        values: ``{"circuit" | "random" | "left": [S,B]}``, the metric of each example.
+        area: the mean of ``kept`` over the share of edges, by the trapezoidal rule.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> clean, corrupt = np.array([[3, 1, 4, 1]]), np.array([[3, 2, 4, 1]])
+        >>> metric = lambda logits, tokens: logits[-1, 1] - logits[-1, 2]
+        >>> scores = jattn.circuits.edge_attribution(model, clean, corrupt, metric, progress=False)
+        >>> found = jattn.circuits.faithfulness(model, clean, corrupt, metric, scores, sizes=[5, 46], progress=False)
+        >>> found.kept.shape, round(float(found.kept[-1]), 4)  # with all 46 edges
+        ((2,), 1.0)
+    """
+
+    sizes: np.ndarray
+    edges: np.ndarray
+    kept: np.ndarray
+    interval: np.ndarray
+    random: np.ndarray
+    left: np.ndarray
+    clean: np.ndarray
+    corrupt: np.ndarray
+    values: Mapping[str, np.ndarray]
+    area: float
+
+    def table(self) -> str:
+        """Size, what is kept with its interval, what random edges keep, and what is left without the circuit."""
+        lines = [f"{'edges':>8} {'kept':>7} {'95% interval':>18} {'random':>7} {'left':>7}"]
+        every = zip(self.sizes, self.kept, self.interval, self.random, self.left, strict=True)
+        for size, kept, (low, high), random, left in every:
+            lines.append(f"{size:8} {kept:7.3f} {f'{low:.3f} to {high:.3f}':>18} {random:7.3f} {left:7.3f}")
+        return "\n".join([*lines, f"area under kept: {self.area:.3f}"])
+
+
+def faithfulness(
+    model: nnx.Module,
+    clean: ArrayLike,
+    corrupt: ArrayLike | Outputs | str,
+    metric: Metric,
+    scores: EdgeScores,
+    *,
+    sizes: Sequence[int] | None = None,
+    choose: str = "greedy",
+    labels: Any = None,
+    valid: ArrayLike | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Faithfulness:
+    """How much of a metric circuits of several sizes keep, beside random edges, and how much is left without them.
+
+    Choose edges on some examples, and judge them on others: ``scores`` are of one set, ``clean`` of another.
+
+    Args:
+        model, clean, corrupt, metric, labels, valid, progress: as in :func:`~jattn.circuits.edge_attribution`.
+        scores: by which edges are chosen.
+        sizes: numbers of edges; by default ten from 0.1% to all, evenly on a logarithmic scale.
+        choose: ``"greedy"``, from the logits backwards (``EdgeScores.greedy``), or ``"top"``, the largest scores.
+        seed: of the random edges.
+
+    Raises:
+        ValueError: sizes that are not numbers of edges, an unknown choice; as ``edge_attribution``.
+
+    Warns:
+        UserWarning: clean and corrupt do not differ in the metric by more than examples vary, so that a share of the
+            difference says little.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> clean, corrupt = np.array([[3, 1, 4, 1]]), np.array([[3, 2, 4, 1]])
+        >>> metric = lambda logits, tokens: logits[-1, 1] - logits[-1, 2]
+        >>> scores = jattn.circuits.edge_attribution(model, clean, corrupt, metric, progress=False)
+        >>> found = jattn.circuits.faithfulness(model, clean, corrupt, metric, scores, sizes=[0, 46], progress=False)
+        >>> print(found.table().splitlines()[0])
+           edges    kept       95% interval  random    left
+
+    Source: https://arxiv.org/abs/2403.17806, section 4, and https://arxiv.org/abs/2504.13151 (MIB) for the area.
+    """
+    if choose not in CHOICES:
+        raise ValueError(f"choose must be one of {', '.join(CHOICES)}, got {choose!r}")
+    parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    graph, total = parts.graph, int(scores.scored.sum())
+    if graph != scores.graph:
+        raise ValueError("scores are of a model with other layers or heads")
+    by_default = np.unique(np.geomspace(max(1, total // 1000), total, 10).round().astype(int)).tolist()
+    wanted: Sequence[int] = by_default if sizes is None else sizes
+    every = np.stack([scores.greedy(size) if choose == "greedy" else scores.top(size) for size in wanted])
+    counts, rng = every.sum((1, 2)), np.random.default_rng(seed)
+    drawn = np.stack([_random(scores.scored, int(count), rng) for count in counts])
+    sets = {"circuit": every, "random": drawn, "left": graph.edges & ~every}
+    values: dict[str, list[list[float]]] = {name: [] for name in sets}
+    ends, none = [], np.zeros_like(graph.edges)
+    for i in track(range(len(examples)), "circuits run, examples", progress):
+        example, base = examples.one(parts, i)
+        ends.append(tuple(float(cut_run(parts, example, base, cut, metric)) for cut in (graph.edges, none)))
+        check_finite(ends[-1], i)
+        for name, of_sizes in sets.items():
+            values[name].append([float(cut_run(parts, example, base, cut, metric)) for cut in of_sizes])
+    whole, corrupted = np.array(ends).T
+    by_name = {name: np.array(each).T for name, each in values.items()}
+    _warn_if_small(whole - corrupted)
+    kept = {name: _share(each, whole, corrupted) for name, each in by_name.items()}
+    again = np.random.default_rng(seed).integers(len(whole), size=(RESAMPLED, len(whole)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        resampled = np.stack([_share(by_name["circuit"][:, at], whole[at], corrupted[at]) for at in again])
+    share = counts / graph.edges.sum()
+    span = share[-1] - share[0]
+    area = float(np.trapezoid(kept["circuit"], share) / span) if span > 0 else float(kept["circuit"][0])
+    interval = np.nanquantile(resampled, [0.025, 0.975], axis=0).T
+    return Faithfulness(
+        counts, every, kept["circuit"], interval, kept["random"], kept["left"], whole, corrupted, by_name, area
+    )
+
+
+def _share(values: np.ndarray, clean: np.ndarray, corrupt: np.ndarray) -> np.ndarray:
+    """``[S,B] -> [S]``: of the mean difference between clean and corrupt."""
+    return (values.mean(-1) - corrupt.mean()) / (clean.mean() - corrupt.mean())
+
+
+def _random(edges: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    every = np.flatnonzero(edges)
+    mask = np.zeros(edges.size, bool)
+    mask[rng.permutation(every)[:count]] = True
+    return mask.reshape(edges.shape)
+
+
+def _warn_if_small(gaps: np.ndarray) -> None:
+    error = gaps.std(ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+    if abs(gaps.mean()) <= 2 * error or not gaps.mean():
+        warnings.warn(
+            f"clean and corrupt differ in the metric by {gaps.mean():.3g} on average, with a standard error of "
+            f"{error:.3g}: shares of that difference say little; take a corruption that the metric sees",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,208 @@
+"""A model as what its edges are between: the readers' inputs, the writers' outputs, and the layers in their order."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jattn import masks
+from jattn._core.call import softmax_dtype
+from jattn._mods.pytree import pytree_dataclass, static_field
+from jattn.circuits._graph import Graph, graph_of
+from jattn.interop import Block, Transformer
+from jattn.interop._transformer import mask_padding
+from jattn.multi_head import attend_heads
+from jattn.nnx import variables_read
+from jattn.reports._language_model import Whole, parts_of
+
+
+class CircuitModel(Protocol):
+    """A model of your own whose edges can be looked at: an ``nnx.Module`` without dropout, as ``survey`` takes it.
+
+    It is ``unembed(x)``, where x begins as ``embed(tokens)`` and each layer adds
+    ``attention(attention_input(x), **attention_options)``, and then ``mlp_added(x)``.
+
+    - ``embed(tokens [B,T]) -> [B,T,M]``, and ``unembed(x [B,T,M]) -> logits [B,T,V]``, the last norm included.
+    - ``layers``: each has ``attention``, a ``jattn.nnx.MultiHeadAttention``; ``attention_input(x)``, such as a norm;
+      and ``mlp_added(x)``, such as ``mlp(norm(x))``, or ``jnp.zeros_like(x)`` without an MLP; both
+      ``[...,T,M] -> [...,T,M]``.
+    - A layer may have ``attention_options``, a dict of its attention's call (``mask``, ``is_causal``, ``scale``,
+      ``local_window_size``), and ``parallel``, True if attention and MLP read the same x.
+
+    Example:
+        >>> from flax import nnx
+        >>> class Layer(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.attention = jattn.nnx.MultiHeadAttention(2, 8, rngs=rngs)
+        ...         self.attention_options = nnx.static({"is_causal": True})
+        ...     def attention_input(self, x):
+        ...         return x
+        ...     def mlp_added(self, x):
+        ...         return jnp.zeros_like(x)
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.embed, self.unembed = nnx.Embed(11, 8, rngs=rngs), nnx.Linear(8, 11, rngs=rngs)
+        ...         self.layers = nnx.List([Layer(rngs), Layer(rngs)])
+        >>> jattn.circuits.graph_of(Model(nnx.Rngs(0))).num_layers
+        2
+    """
+
+    @property
+    def layers(self) -> Any:
+        """The layers, from the first to the last."""
+        ...
+
+    def embed(self, tokens: Array) -> Array:
+        """The input of the first layer, ``[B,T,M]``."""
+        ...
+
+    def unembed(self, x: Array) -> Array:
+        """The logits ``[B,T,V]`` of the last layer's output."""
+        ...
+
+
+@pytree_dataclass
+class Parts:
+    """A model as a pytree: its first and its last step, and its layers, stacked if they are of one structure."""
+
+    whole: Whole
+    graph: Graph = static_field()
+    graphs: tuple[Any, ...] = static_field()  # of each kind of layer
+    masks: tuple[Any, ...] = static_field()  # of each kind's attention; None: that of the layer's own options
+    kinds: tuple[int, ...] = static_field()  # of each layer
+    states: Any  # of all layers, with a leading axis, or a tuple
+    stacked: bool = static_field()
+
+    @classmethod
+    def of(cls, model: Any) -> "Parts":
+        """Of a model that ``graph_of`` takes."""
+        graph = graph_of(model)
+        whole, layers = parts_of(model)
+        if isinstance(model, Transformer):
+            local = model.config.is_local
+            kinds = [local.index(kind) for kind in sorted(set(local))]
+            first = [layers[i] for i in kinds]
+            of_each = tuple(sorted(set(local)).index(kind) for kind in local)
+            return cls(
+                whole,
+                graph,
+                tuple(x.graph for x in first),
+                tuple(x.mask for x in first),
+                of_each,
+                layers[0].state,
+                True,
+            )
+        graphs, states = tuple(x.graph for x in layers), tuple(x.state for x in layers)
+        return cls(whole, graph, graphs, (None,) * len(layers), tuple(range(len(layers))), states, False)
+
+    def embed(self, tokens: Array, valid: Array | None) -> Array:
+        """``[T,M]`` of one sequence, at least float32."""
+        model = self.whole.model
+        if isinstance(model, Transformer):
+            x = model._embedded(tokens[None], None if valid is None else valid[None], None, None, None)[0]
+        else:
+            x = model.embed(tokens[None])[0]
+        return x.astype(softmax_dtype(x))
+
+    def unembed(self, x: Array) -> Array:
+        """The logits ``[T,V]`` of one sequence."""
+        return self.whole.model.unembed(x[None])[0]
+
+    def scan(self, step: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+        """``step(layer, carry, x) -> (carry, y)`` over all layers; ``xs`` and all y have a leading axis ``[L]``."""
+
+        def of_kind(kind: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+            def run(state: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+                return step(Layer(nnx.merge(self.graphs[kind], state), self.masks[kind]), carry, x)
+
+            return run
+
+        kinds = [of_kind(kind) for kind in range(len(self.graphs))]
+        if self.stacked:
+
+            def body(carry: Any, entry: Any) -> tuple[Any, Any]:
+                state, kind, x = entry
+                return kinds[0](state, carry, x) if len(kinds) == 1 else jax.lax.switch(kind, kinds, state, carry, x)
+
+            return jax.lax.scan(body, carry, (self.states, np.array(self.kinds, np.int32), xs))
+        results = []
+        for i, state in enumerate(self.states):
+            carry, y = kinds[i](state, carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+            results.append(y)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+
+class Layer(NamedTuple):
+    """A layer of a model, within a compiled function."""
+
+    module: Any
+    mask: masks.Mask | None
+
+    def attention(self, inputs: Array, valid: Array | None) -> tuple[Array, Array]:
+        """What each head adds to the stream, ``[N,T,M]``, and what all do together with the bias, ``[T,M]``.
+
+        ``inputs``: what each query, key and value reads, ``[N+2K,T,M]``, or ``[T,M]`` for all. A norm of the output
+        divides each head's part by what it divides their sum by.
+        """
+        module = self.module.attention
+        if isinstance(self.module, Block):
+            norm = self.module.attention_norm
+            inputs = inputs if norm is None else norm(inputs)
+        else:
+            inputs = self.module.attention_input(inputs)
+        if inputs.ndim == 2:
+            query, key, value = (projection(inputs) for projection in (module.query, module.key, module.value))
+        else:
+            N, K = module.num_heads, module.num_kv_heads
+            parts = inputs[:N], inputs[N : N + K], inputs[N + K :]
+            each = zip((module.query, module.key, module.value), parts, strict=True)
+            query, key, value = (_projected(projection, x) for projection, x in each)
+        if module.query_ln is not None:
+            query, key = module.query_ln(query), module.key_ln(key)
+        z = attend_heads(query[None], key[None], value[None], **self._options(valid))[0]
+        kernel = module.out.kernel[...].astype(z.dtype)
+        each, added = jnp.einsum("tnd,ndm->ntm", z, kernel, precision=module.precision), module.out(z)
+        out_norm = getattr(self.module, "attention_out_norm", None)
+        if out_norm is not None:
+            factor = jax.lax.rsqrt(jnp.square(added).mean(-1, keepdims=True) + out_norm.epsilon)
+            scale = out_norm.scale[...].astype(each.dtype)[None, None]
+            each, added = each * factor[None] * scale, out_norm(added)
+        return each, added
+
+    def bias(self) -> Array:
+        """What attention adds at every token, if no head writes: ``[M]``."""
+        out = self.module.attention.out
+        return jnp.zeros(out.kernel.shape[-1], out.kernel.dtype) if out.bias is None else out.bias[...]
+
+    def mlp(self, x: Array) -> Array:
+        """What the MLP adds, ``[T,M]``, from what it reads."""
+        if not isinstance(self.module, Block):
+            return self.module.mlp_added(x)
+        module = self.module
+        y = module.mlp(x if module.mlp_norm is None else module.mlp_norm(x))
+        return y if module.mlp_out_norm is None else module.mlp_out_norm(y)
+
+    def _options(self, valid: Array | None) -> dict[str, Any]:
+        module = self.module.attention
+        options: dict[str, Any] = {name: getattr(module, name) for name in ("position", "precision", "implementation")}
+        options["score_mod"] = variables_read(module.score_mod)
+        if module.sinks is not None:
+            options["sinks"] = module.sinks[...]
+        if isinstance(self.module, Block):
+            options |= {"mask": self.mask, "scale": self.module.scale}
+        else:
+            options |= getattr(self.module, "attention_options", {})
+        if valid is not None:
+            options["mask"] = mask_padding(valid[None], options.get("mask"))
+        return options
+
+
+def _projected(projection: nnx.LinearGeneral, inputs: Array) -> Array:
+    """``[N,T,M] -> [T,N,H]``: each head from an input of its own."""
+    kernel = projection.kernel[...].astype(inputs.dtype)
+    result = jnp.einsum("ntm,mnh->tnh", inputs, kernel, precision=projection.precision)
+    return result if projection.bias is None else result + projection.bias[...].astype(inputs.dtype)[None]
