@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,15 +47,17 @@ class EdgeScores:
         return self._mask(self._ranked()[: self._checked(count)])
 
     def greedy(self, count: int) -> np.ndarray:
-        """Bool ``[R,W]``: ``count`` edges, from the logits backwards.
+        """Bool ``[R,W]``: the first ``count`` edges of ``greedy_order``; fewer, if no more are connected."""
+        return self._mask(self.greedy_order()[: self._checked(count)])
+
+    def greedy_order(self) -> np.ndarray:
+        """Integers ``[E,2]``: reader and writer of each edge, from the logits backwards.
 
         The next is always that with the largest score among those whose reader is part of the circuit so far, so every
-        edge leads on to the logits. Fewer, if no more are connected.
-        Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
+        edge leads on to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
         """
-        self._checked(count)
         readers_of = self._readers_by_writer()
-        strength, chosen, reached = np.where(self.scored, np.abs(self.scores), -1.0), [], set()
+        strength, chosen, reached = np.abs(self.scores), [], set()
         heap: list[tuple[float, int, int]] = []
 
         def reach(reader: int) -> None:
@@ -64,12 +67,40 @@ class EdgeScores:
                     heapq.heappush(heap, (-float(strength[reader, writer]), reader, int(writer)))
 
         reach(len(self.scores) - 1)
-        while heap and len(chosen) < count:
+        while heap:
             _, reader, writer = heapq.heappop(heap)
             chosen.append((reader, writer))
             for other in readers_of.get(writer, ()):
                 reach(other)
-        return self._mask(np.array(chosen, int).reshape(-1, 2))
+        return np.array(chosen, int).reshape(-1, 2)
+
+    def to_json(self, count: int) -> str:
+        """The graph and the first ``count`` edges of ``greedy_order``, as ``{"writer", "reader", "score"}``."""
+        sizes = {name: getattr(self.graph, name) for name in ("num_layers", "num_heads", "num_kv_heads", "parallel")}
+        edges = [{"writer": w, "reader": r, "score": score} for w, r, score in self._named(count)]
+        metric = {"clean": float(self.clean.mean()), "corrupt": float(self.corrupt.mean())}
+        return json.dumps({**sizes, "method": self.method, "metric": metric, "edges": edges}, indent=1)
+
+    def to_graphviz(self, count: int) -> str:
+        """The first ``count`` edges of ``greedy_order`` in Graphviz' language; ``dot -Tpdf`` draws them.
+
+        A query, key or value is drawn as an edge of that kind to its head, or to a point that its heads share.
+        """
+        edges = self._named(count)
+        largest = max((abs(score) for *_, score in edges), default=1.0) or 1.0
+        lines = ["digraph circuit {", "  rankdir=BT; node [shape=box, style=rounded, fontname=Helvetica];"]
+        shared = self.graph.num_heads // self.graph.num_kv_heads
+        for writer, reader, score in edges:
+            kind, _, where = reader.partition(" ")
+            node = f"head {where}" if kind == "query" or (kind in ("key", "value") and shared == 1) else reader
+            if kind in ("key", "value") and shared > 1:
+                layer, at = (int(part) for part in where.split("."))
+                for head in range(at * shared, (at + 1) * shared):
+                    lines.append(f'  "{reader}" -> "head {layer}.{head}" [style=dotted];')
+            width = 0.3 + 4 * abs(score) / largest
+            label = f"{kind} {score:+.3g}" if kind in ("query", "key", "value") else f"{score:+.3g}"
+            lines.append(f'  "{writer}" -> "{node}" [penwidth={width:.2f}, label="{label}"];')
+        return "\n".join([*dict.fromkeys(lines), "}"])
 
     def columns(self) -> dict[str, np.ndarray]:
         """``writer``, ``reader`` and ``score`` of every edge, the largest first."""
@@ -102,6 +133,12 @@ class EdgeScores:
             raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or see columns()") from None
 
         return pandas.DataFrame(self.columns())
+
+    def _named(self, count: int) -> list[tuple[str, str, float]]:
+        """Writer, reader and score of the first ``count`` edges of ``greedy_order``."""
+        writers, readers = self.graph.writers, self.graph.readers
+        order = self.greedy_order()[: self._checked(count)]
+        return [(writers[w], readers[r], float(self.scores[r, w])) for r, w in order]
 
     def _ranked(self) -> np.ndarray:
         """``[E,2]``: reader and writer of the scored edges, the largest first; ties in their order."""

@@ -117,7 +117,9 @@ def _each_reads_forward(x: Array, gates: Array, changes: Array) -> tuple[Array, 
 
 
 def _each_reads_backward(changes: Array, g: Array) -> tuple[Array, Array, None]:
-    return g.sum(0), jnp.einsum("rtm,wtm->rw", g, changes, precision="highest"), None
+    # Two axes as one: XLA's product over both at once takes several times as long on a CPU.
+    flat, of_writers = g.reshape(len(g), -1), changes.reshape(len(changes), -1)
+    return g.sum(0), jnp.matmul(of_writers, flat.T, precision="highest").T, None
 
 
 _each_reads.defvjp(_each_reads_forward, _each_reads_backward)

@@ -87,7 +87,7 @@ class Report:
 
     def __repr__(self) -> str:
         beside = "".join(f", beside {other.title!r}" for other in self.others)
-        return f"Report({self.title!r}, {len(self.heads)} heads, {len(self.queries)} sequences{beside})"
+        return f"{type(self).__name__}({self.title!r}, {len(self.heads)} heads, {len(self.queries)} sequences{beside})"
 
 
 def report(

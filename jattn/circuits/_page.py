@@ -1,0 +1,141 @@
+"""``circuit_report``: a circuit, and what its heads look at, as one offline page."""
+
+import dataclasses
+import functools
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jattn.circuits._edge_scores import EdgeScores
+from jattn.circuits._faithfulness import Faithfulness
+from jattn.reports import Report
+from jattn.reports._side_by_side import page_of
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CircuitReport(Report):
+    """A page with a circuit above the heads of a report. It shows itself in a notebook; ``save(path)`` writes it.
+
+    :func:`~jattn.circuits.circuit_report` makes it. ``section`` is the circuit's part, HTML.
+
+    Example:
+        >>> issubclass(jattn.circuits.CircuitReport, jattn.reports.Report)
+        True
+    """
+
+    section: str = ""
+
+    @functools.cached_property
+    def html(self) -> str:
+        """The whole file."""
+        page = page_of(self, self.others)
+        style, script = page.style + _read("circuit.css"), page.script + _read("circuit.js")
+        return dataclasses.replace(page, before=self.section + page.before, style=style, script=script).html()
+
+
+def circuit_report(
+    scores: EdgeScores,
+    report: Report,
+    *,
+    kept: Faithfulness | None = None,
+    shown: int = 50,
+    most: int = 500,
+    title: str = "Circuit",
+    path: str | Path | None = None,
+) -> CircuitReport:
+    """A page with the circuit, layers upward, as wide as its edges' scores; a click on a head opens its pattern.
+
+    A slider changes the number of edges, greedily from the logits backwards. The page fetches nothing, and saves its
+    picture as SVG.
+
+    Args:
+        scores: of ``edge_attribution``.
+        report: of the same model's heads on a text, such as ``jattn.report(jattn.interop.look(model, tokens), tokens)``
+            or ``jattn.survey(...).report()``. Its roles are named.
+        kept: of ``faithfulness``, whose curve is drawn beside the circuit.
+        shown: the number of edges at first.
+        most: of the slider.
+        title: of the page.
+        path: where to write the file; None for nowhere.
+
+    Raises:
+        ValueError: the report has not as many heads as the model; ``shown`` or ``most`` is less than 1.
+        OSError: ``path`` is in a folder that does not exist, or cannot be written.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> clean, corrupt = np.array([[3, 1, 4, 1]]), np.array([[3, 2, 4, 1]])
+        >>> metric = lambda logits, tokens: logits[-1, 1] - logits[-1, 2]
+        >>> scores = jattn.circuits.edge_attribution(model, clean, corrupt, metric, progress=False)
+        >>> heads = jattn.report(jattn.interop.look(model, clean), clean)
+        >>> jattn.circuits.circuit_report(scores, heads, path="circuit.html")
+        CircuitReport('Circuit', 4 heads, 1 sequences)
+    """
+    graph = scores.graph
+    if len(report.heads) != graph.num_layers * graph.num_heads:
+        raise ValueError(
+            f"report must be of the model's {graph.num_layers} layers of {graph.num_heads} heads, got one of "
+            f"{len(report.heads)} heads"
+        )
+    if shown < 1 or most < 1:
+        raise ValueError(f"shown and most must be at least 1, got {shown} and {most}")
+    section = _filled("circuit.html", {
+        "heading": html.escape(f"{title}: edges by {scores.method}"),
+        "summary": html.escape(_summary(scores, kept)),
+        "data": json.dumps(_data(scores, kept, shown, most), separators=(",", ":")).replace("<", "\\u003c"),
+    })  # fmt: skip
+    fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(Report)}
+    page = CircuitReport(**{**fields, "title": title}, section=section)
+    if path is not None:
+        page.save(path)
+    return page
+
+
+def _summary(scores: EdgeScores, kept: Faithfulness | None) -> str:
+    text = (
+        f"The metric is {scores.clean.mean():.4g} on the clean input and {scores.corrupt.mean():.4g} on the corrupt "
+        f"one (means of {len(scores.clean)}). A score is the change of the metric if an edge carries the corrupt "
+        f"output; dashed lines raise it. {int(scores.scored.sum()):,} edges have scores."
+    )
+    if kept is None:
+        return text
+    best = int(np.argmax(kept.kept >= 0.8)) if (kept.kept >= 0.8).any() else len(kept.kept) - 1
+    return (
+        f"{text} {kept.sizes[best]:,} edges keep {kept.kept[best]:.2f} of the difference, as many random ones "
+        f"{kept.random[best]:.2f}."
+    )
+
+
+def _data(scores: EdgeScores, kept: Faithfulness | None, shown: int, most: int) -> dict[str, Any]:
+    graph = scores.graph
+    writers, readers = graph.writers, graph.readers
+    edges = scores.greedy_order()[:most]
+    data: dict[str, Any] = {
+        "layers": graph.num_layers, "heads": graph.num_heads, "kv_heads": graph.num_kv_heads, "shown": shown,
+        "total": int(scores.scored.sum()),
+        "edges": [[writers[w], readers[r], float(f"{scores.scores[r, w]:.4g}")] for r, w in edges],
+        "kept": None,
+    }  # fmt: skip
+    if kept is not None:
+        rounded = lambda values: [float(f"{value:.4g}") for value in values]
+        low, high = kept.interval.T
+        data["kept"] = {"sizes": kept.sizes.tolist(), "kept": rounded(kept.kept), "random": rounded(kept.random)}
+        data["kept"] |= {"low": rounded(low), "high": rounded(high)}
+    return data
+
+
+def _filled(name: str, slots: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read(name))
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
