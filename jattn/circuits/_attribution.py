@@ -11,7 +11,17 @@ from jaxtyping import ArrayLike
 from jattn.circuits._edge_scores import EdgeScores
 from jattn.circuits._examples import Examples, check_finite
 from jattn.circuits._parts import Parts
-from jattn.circuits._runs import Example, Metric, Outputs, changes_of, cut_run, gradient_scores, outputs_of
+from jattn.circuits._runs import (
+    Example,
+    Metric,
+    Outputs,
+    base_metric,
+    changes_of,
+    cut_run,
+    gradient_scores,
+    outputs_of,
+    plain_metric,
+)
 from jattn.interop._progress import track
 
 METHODS = ("eap", "eap-ig", "exact")
@@ -88,11 +98,10 @@ def edge_attribution(
         raise ValueError("within is for method='exact'")
     scored = graph.edges if edges is None else graph.checked(edges)
     whole = graph.edges if within is None else graph.checked(within)
-    none, every, total, ends = np.zeros_like(whole), [], np.zeros(whole.shape), []
+    every, total, ends = [], np.zeros(whole.shape), []
     for i in track(range(len(examples)), "edges scored, examples", progress):
         example, base = examples.one(parts, i)
-        before, corrupted = (float(cut_run(parts, example, base, cut, metric)) for cut in (graph.edges, none))
-        ends.append((before, corrupted))
+        ends.append((float(plain_metric(parts, example, metric)), float(base_metric(parts, example, base, metric))))
         check_finite(ends[-1], i)
         if method == "exact":
             scores = _exact(parts, example, base, scored, whole, metric)

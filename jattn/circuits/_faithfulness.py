@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike
 from jattn.circuits._edge_scores import EdgeScores
 from jattn.circuits._examples import Examples, check_finite
 from jattn.circuits._parts import Parts
-from jattn.circuits._runs import Metric, Outputs, cut_run
+from jattn.circuits._runs import Metric, Outputs, base_metric, cut_run, plain_metric
 from jattn.interop._progress import track
 
 RESAMPLED = 1000  # times that examples are drawn again, for an interval
@@ -113,6 +113,7 @@ class Faithfulness:
         lines = [f"{'edges':>8} {'kept':>7} {'95% interval':>18} {'random':>7} {'left':>7}"]
         every = zip(self.sizes, self.kept, self.interval, self.random, self.left, strict=True)
         for size, kept, (low, high), random, left in every:
+            low, high, kept, random, left = (round(float(x), 3) + 0.0 for x in (low, high, kept, random, left))
             lines.append(f"{size:8} {kept:7.3f} {f'{low:.3f} to {high:.3f}':>18} {random:7.3f} {left:7.3f}")
         return "\n".join([*lines, f"area under kept: {self.area:.3f}"])
 
@@ -176,10 +177,10 @@ def faithfulness(
     drawn = np.stack([_random(scores.scored, int(count), rng) for count in counts])
     sets = {"circuit": every, "random": drawn, "left": graph.edges & ~every}
     values: dict[str, list[list[float]]] = {name: [] for name in sets}
-    ends, none = [], np.zeros_like(graph.edges)
+    ends = []
     for i in track(range(len(examples)), "circuits run, examples", progress):
         example, base = examples.one(parts, i)
-        ends.append(tuple(float(cut_run(parts, example, base, cut, metric)) for cut in (graph.edges, none)))
+        ends.append((float(plain_metric(parts, example, metric)), float(base_metric(parts, example, base, metric))))
         check_finite(ends[-1], i)
         for name, of_sizes in sets.items():
             values[name].append([float(cut_run(parts, example, base, cut, metric)) for cut in of_sizes])

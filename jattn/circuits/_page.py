@@ -111,7 +111,7 @@ def _summary(scores: EdgeScores, kept: Faithfulness | None) -> str:
     best = int(np.argmax(kept.kept >= 0.8)) if (kept.kept >= 0.8).any() else len(kept.kept) - 1
     return (
         f"{text} {kept.sizes[best]:,} edges keep {kept.kept[best]:.2f} of the difference, as many random ones "
-        f"{kept.random[best]:.2f}."
+        f"{round(float(kept.random[best]), 2) + 0.0:.2f}."
     )
 
 

@@ -158,34 +158,59 @@ def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric:
     A reader's input is what it reads in ``base``, and for each of its edges the change of the writer from ``base`` to
     this run. With all edges it reads this run's stream itself, and with none that of ``base``, with the same bits.
     """
-    readers, W = parts.graph.readers_of_layer, edges.shape[1]
-    of_layers, of_logits = edges[:-1].reshape(-1, readers, W), edges[-1:]
-    x, embedding = parts.embed(example.tokens, example.valid), base.embedding
-    stream = jnp.broadcast_to(embedding, x.shape).astype(x.dtype)
-    N, L = base.heads.shape[1], len(parts.kinds)
-    changes = jnp.zeros((W, *x.shape), x.dtype).at[0].set(x - stream)
+    graph, W = parts.graph, edges.shape[1]
+    x = parts.embed(example.tokens, example.valid)
+    stream = jnp.broadcast_to(base.embedding, x.shape).astype(x.dtype)
+    N, L = graph.num_heads, graph.num_layers
+    changes = jnp.zeros((W, x.size), x.dtype).at[0].set((x - stream).ravel())
+    # Of each reader: exact where all edges or none are kept, and no sum is needed.
+    every, none = (edges == graph.edges).all(1), ~edges.any(1)
 
-    def read(edges: Array, x: Array, stream: Array, changes: Array, before: Array) -> Array:
-        exists = (jnp.arange(W) < before)[None]
-        kept, every = edges & exists, (edges | ~exists).all(1)
-        summed = stream[None] + jnp.einsum("rw,wtm->rtm", kept.astype(x.dtype), changes, precision="highest")
-        ends = jnp.where(every[:, None, None], x[None], stream[None])  # exact where all edges or none are kept
-        return jnp.where((every | ~kept.any(1))[:, None, None], ends, summed)
+    def sums(flags: tuple[Array, ...], changes: Array) -> Array:
+        """``[readers,T,M]``: what each reader reads besides the base's stream, if not all or nothing."""
+        edges, every, none = flags
+        product = lambda: jnp.matmul(edges.astype(x.dtype), changes, precision="highest")
+        zeros = lambda: jnp.zeros((len(edges), changes.shape[1]), x.dtype)
+        return jax.lax.cond((every | none).all(), zeros, product).reshape(-1, *x.shape)
+
+    def read(flags: tuple[Array, ...], x: Array, stream: Array, summed: Array) -> Array:
+        _, every, none = (flag.reshape(*flag.shape[:1], 1, -1) for flag in flags)
+        mixed = jnp.where(none, stream[None], stream[None] + summed)
+        return jnp.where(every, x[None], mixed)
 
     def step(layer: Layer, carry: Any, of_layer: Any) -> tuple[Any, None]:
-        (x, stream, changes), (i, edges, heads, attention, mlp) = carry, of_layer
-        first = 1 + i * (N + 1)
-        each, added = layer.attention(read(edges[:-1], x, stream, changes, first), example.valid)
-        changes = jax.lax.dynamic_update_slice(changes, each - heads, (first, 0, 0))
-        at_mlp = (
-            (x, stream, changes, first) if parts.graph.parallel else (x + added, stream + attention, changes, first + N)
-        )
-        (read_by_mlp,) = read(edges[-1:], *at_mlp)
-        written = layer.mlp(read_by_mlp)
-        changes = jax.lax.dynamic_update_slice(changes, (written - mlp)[None], (first + N, 0, 0))
-        return (x + added + written, stream + attention + mlp, changes), None
+        (x, stream, changes), (i, flags, heads, attention, mlp) = carry, of_layer
+        first, of_heads, of_mlp = 1 + i * (N + 1), tuple(x[:-1] for x in flags), tuple(x[-1:] for x in flags)
+        summed = sums(flags, changes)
+        each, added = layer.attention(read(of_heads, x, stream, summed[:-1]), example.valid)
+        new = (each - heads).reshape(N, -1)
+        if graph.parallel:
+            (inputs,) = read(of_mlp, x, stream, summed[-1:])
+        else:  # the heads of this layer are not among the changes yet
+            before = jax.lax.dynamic_slice(of_mlp[0], (0, first), (1, N)).astype(x.dtype)
+            by_heads = jnp.matmul(before, new, precision="highest").reshape(1, *x.shape)
+            (inputs,) = read(of_mlp, x + added, stream + attention, summed[-1:] + by_heads)
+        written = layer.mlp(inputs)
+        # Once a layer, after all reads: XLA then writes in place.
+        new = jnp.concatenate([new, (written - mlp).reshape(1, -1)])
+        return (
+            x + added + written,
+            stream + attention + mlp,
+            jax.lax.dynamic_update_slice(changes, new, (first, 0)),
+        ), None
 
-    inputs = jnp.arange(L), of_layers, base.heads, base.attention, base.mlp
+    flags = edges, every, none
+    by_layer = tuple(flag[:-1].reshape(L, graph.readers_of_layer, *flag.shape[1:]) for flag in flags)
+    inputs = jnp.arange(L), by_layer, base.heads, base.attention, base.mlp
     (x, stream, changes), _ = parts.scan(step, (x, stream, changes), inputs)
-    (read_last,) = read(of_logits, x, stream, changes, jnp.asarray(W))
-    return parts.unembed(read_last) if metric is None else measured(parts, read_last, example, metric)
+    last = tuple(flag[-1:] for flag in flags)
+    (stream,) = read(last, x, stream, sums(last, changes))
+    return parts.unembed(stream) if metric is None else measured(parts, stream, example, metric)
+
+
+@functools.partial(jax.jit, static_argnames="metric")
+def base_metric(parts: Parts, example: Example, base: Outputs, metric: Metric) -> Array:
+    """The metric where every edge carries what is written in ``base``."""
+    x = jnp.broadcast_to(base.embedding, (*example.tokens.shape, base.embedding.shape[-1]))
+    x, _ = jax.lax.scan(lambda x, added: (x + added[0] + added[1], None), x, (base.attention, base.mlp))
+    return measured(parts, x, example, metric)
