@@ -9,18 +9,17 @@ from flax import nnx
 from jaxtyping import ArrayLike
 
 from jattn.circuits._edge_scores import EdgeScores
-from jattn.circuits._examples import Examples, check_finite
+from jattn.circuits._examples import Base, Examples, as_outputs, metric_at_ends
 from jattn.circuits._parts import Parts
 from jattn.circuits._runs import (
     Example,
     Metric,
     Outputs,
-    base_metric,
     changes_of,
     cut_run,
     gradient_scores,
+    nothing_of,
     outputs_of,
-    plain_metric,
 )
 from jattn.interop._progress import track
 
@@ -100,11 +99,10 @@ def edge_attribution(
     whole = graph.edges if within is None else graph.checked(within)
     every, total, ends = [], np.zeros(whole.shape), []
     for i in track(range(len(examples)), "edges scored, examples", progress):
-        example, base = examples.one(parts, i)
-        ends.append((float(plain_metric(parts, example, metric)), float(base_metric(parts, example, base, metric))))
-        check_finite(ends[-1], i)
+        example, base = examples.one(i)
+        ends.append(metric_at_ends(parts, example, base, metric, i))
         if method == "exact":
-            scores = _exact(parts, example, base, scored, whole, metric)
+            scores = _exact(parts, example, as_outputs(parts, example, base), scored, whole, metric)
         else:
             scores = _by_gradient(parts, example, base, metric, steps if method == "eap-ig" else None)
         scores = np.where(scored, scores, 0.0)
@@ -158,15 +156,14 @@ def _sums(parts: Parts, example: Example) -> Outputs:
     return jax.tree.map(of_tokens, outputs_of(parts, example))
 
 
-def _by_gradient(parts: Parts, example: Example, base: Outputs, metric: Metric, steps: int | None) -> np.ndarray:
+def _by_gradient(parts: Parts, example: Example, base: Base, metric: Metric, steps: int | None) -> np.ndarray:
     """``[R,W]`` by ``"eap"``, or with ``steps`` by ``"eap-ig"``."""
-    changes = changes_of(parts, example, base)
+    changes = changes_of(parts, example, nothing_of(parts, example) if base is None else base)
     shares, total = ([1.0] if steps is None else [k / steps for k in range(1, steps + 1)]), 0.0
     embedding = parts.embed(example.tokens, example.valid)
     for share in shares:
         at = embedding + (1.0 - share) * changes[0]
-        _, of_layers, of_logits = gradient_scores(parts, example, at, changes, metric)
-        total += np.concatenate([np.reshape(of_layers, (-1, len(changes))), np.asarray(of_logits)[None]])
+        total += np.asarray(gradient_scores(parts, example, at, changes, metric))
     return np.asarray(total / len(shares))
 
 

@@ -9,7 +9,10 @@ import numpy as np
 from jaxtyping import ArrayLike
 
 from jattn.circuits._parts import Parts
-from jattn.circuits._runs import Example, Outputs, nothing_of, outputs_of
+from jattn.circuits._runs import Example, Metric, Outputs, base_metric, nothing_of, outputs_of, plain_metric
+
+# What a cut edge carries: of other tokens, of given outputs, or nothing.
+Base = Example | Outputs | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +52,36 @@ class Examples:
     def __len__(self) -> int:
         return len(self.clean)
 
-    def one(self, parts: Parts, i: int) -> tuple[Example, Outputs]:
+    def one(self, i: int) -> tuple[Example, Base]:
         """An example, and what its cut edges carry."""
         valid = None if self.valid is None else jnp.asarray(self.valid[i])
         labels = jax.tree.map(lambda x: jnp.asarray(x[i]), self.labels)
         example = Example(jnp.asarray(self.clean[i]), valid, labels)
-        if isinstance(self.corrupt, Outputs):
-            return example, self.corrupt
-        if isinstance(self.corrupt, str):
-            return example, nothing_of(parts, example)
-        return example, outputs_of(parts, example._replace(tokens=jnp.asarray(self.corrupt[i])))
+        if isinstance(self.corrupt, np.ndarray):
+            return example, example._replace(tokens=jnp.asarray(self.corrupt[i]))
+        return example, None if isinstance(self.corrupt, str) else self.corrupt
+
+
+def as_outputs(parts: Parts, example: Example, base: Base) -> Outputs:
+    """What each writer writes where an edge is cut."""
+    if base is None:
+        return nothing_of(parts, example)
+    return base if isinstance(base, Outputs) else outputs_of(parts, base)
+
+
+def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, number: int) -> tuple[float, float]:
+    """The metric with all edges, and with none; raises ``ValueError`` if one is not finite."""
+    clean = float(plain_metric(parts, example, metric))
+    if isinstance(base, Example):  # the metric is of the clean tokens, whatever the model reads
+        corrupt = float(plain_metric(parts, example, metric, base.tokens))
+    else:
+        corrupt = float(base_metric(parts, example, as_outputs(parts, example, base), metric))
+    if not np.isfinite([clean, corrupt]).all():
+        raise ValueError(
+            f"metric of example {number} is {clean} with all edges and {corrupt} with none; a metric must be finite "
+            "(are all tokens within the vocabulary?)"
+        )
+    return clean, corrupt
 
 
 def _tokens(name: str, tokens: ArrayLike) -> np.ndarray:
@@ -66,11 +89,3 @@ def _tokens(name: str, tokens: ArrayLike) -> np.ndarray:
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or not array.size:
         raise ValueError(f"{name} must be integers [B, T], got {array.dtype} of shape {list(array.shape)}")
     return array
-
-
-def check_finite(ends: tuple[float, float], number: int) -> None:
-    if not np.isfinite(ends).all():
-        raise ValueError(
-            f"metric of example {number} is {ends[0]} with all edges and {ends[1]} with none; a metric must be finite "
-            "(are all tokens within the vocabulary?)"
-        )

@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn.circuits._edge_scores import EdgeScores
-from jattn.circuits._examples import Examples, check_finite
+from jattn.circuits._examples import Examples, as_outputs, metric_at_ends
 from jattn.circuits._parts import Parts
-from jattn.circuits._runs import Metric, Outputs, base_metric, cut_run, plain_metric
+from jattn.circuits._runs import Metric, Outputs, cut_run
 from jattn.interop._progress import track
 
 RESAMPLED = 1000  # times that examples are drawn again, for an interval
@@ -61,7 +61,8 @@ def run_circuit(
     sets = edges.reshape(-1, *edges.shape[-2:])
     results = []
     for i in range(len(examples)):
-        example, base = examples.one(parts, i)
+        example, base = examples.one(i)
+        base = as_outputs(parts, example, base)
         results.append([np.asarray(cut_run(parts, example, base, each, metric)) for each in sets])
     stacked = np.stack([np.stack(of_example) for of_example in results], 1)  # [S,B,...]
     return stacked if edges.ndim > 2 else stacked[0]
@@ -179,9 +180,9 @@ def faithfulness(
     values: dict[str, list[list[float]]] = {name: [] for name in sets}
     ends = []
     for i in track(range(len(examples)), "circuits run, examples", progress):
-        example, base = examples.one(parts, i)
-        ends.append((float(plain_metric(parts, example, metric)), float(base_metric(parts, example, base, metric))))
-        check_finite(ends[-1], i)
+        example, base = examples.one(i)
+        ends.append(metric_at_ends(parts, example, base, metric, i))
+        base = as_outputs(parts, example, base)
         for name, of_sizes in sets.items():
             values[name].append([float(cut_run(parts, example, base, cut, metric)) for cut in of_sizes])
     whole, corrupted = np.array(ends).T

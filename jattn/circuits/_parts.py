@@ -142,25 +142,43 @@ class Layer(NamedTuple):
     module: Any
     mask: masks.Mask | None
 
-    def attention(self, inputs: Array, valid: Array | None) -> tuple[Array, Array]:
+    def attention_input(self, x: Array) -> Array:
+        """What the projections read of the stream ``[...,T,M]``."""
+        if not isinstance(self.module, Block):
+            return self.module.attention_input(x)
+        norm = self.module.attention_norm
+        return x if norm is None else norm(x)
+
+    def projected(self, inputs: Array) -> list[Array]:
+        """Query, key and value ``[T,N|K,H]`` of ``inputs [T,M]``, or of ``[N+2K,T,M]``, an input for each."""
+        projections = self._projections()
+        if inputs.ndim == 2:
+            return [projection(inputs) for projection in projections]
+        N, K = self.module.attention.num_heads, self.module.attention.num_kv_heads
+        parts = inputs[:N], inputs[N : N + K], inputs[N + K :]
+        return [_projected(projection, x) for projection, x in zip(projections, parts, strict=True)]
+
+    def back_to_inputs(self, cotangents: list[Array]) -> Array:
+        """``[N+2K,T,M]``: the derivatives by each input of ``projected``, from those by its results."""
+        return jnp.concatenate([
+            jnp.einsum("tnh,mnh->ntm", g, projection.kernel[...].astype(g.dtype), precision=projection.precision)
+            for projection, g in zip(self._projections(), cotangents, strict=True)
+        ])  # fmt: skip
+
+    def _projections(self) -> list[nnx.LinearGeneral]:
+        module = self.module.attention
+        return [module.query, module.key, module.value]
+
+    def attention(self, x: Array, valid: Array | None, nudges: list[Array] | None = None) -> tuple[Array, Array]:
         """What each head adds to the stream, ``[N,T,M]``, and what all do together with the bias, ``[T,M]``.
 
-        ``inputs``: what each query, key and value reads, ``[N+2K,T,M]``, or ``[T,M]`` for all. A norm of the output
-        divides each head's part by what it divides their sum by.
+        ``x``: the stream that each query, key and value reads, ``[N+2K,T,M]``, or ``[T,M]`` for all. ``nudges`` are
+        added to query, key and value. A norm of the output divides each head's part by what it divides their sum by.
         """
         module = self.module.attention
-        if isinstance(self.module, Block):
-            norm = self.module.attention_norm
-            inputs = inputs if norm is None else norm(inputs)
-        else:
-            inputs = self.module.attention_input(inputs)
-        if inputs.ndim == 2:
-            query, key, value = (projection(inputs) for projection in (module.query, module.key, module.value))
-        else:
-            N, K = module.num_heads, module.num_kv_heads
-            parts = inputs[:N], inputs[N : N + K], inputs[N + K :]
-            each = zip((module.query, module.key, module.value), parts, strict=True)
-            query, key, value = (_projected(projection, x) for projection, x in each)
+        query, key, value = self.projected(self.attention_input(x))
+        if nudges is not None:
+            query, key, value = (x + nudge for x, nudge in zip((query, key, value), nudges, strict=True))
         if module.query_ln is not None:
             query, key = module.query_ln(query), module.key_ln(key)
         z = attend_heads(query[None], key[None], value[None], **self._options(valid))[0]

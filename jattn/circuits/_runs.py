@@ -55,9 +55,10 @@ def measured(parts: Parts, x: Array, example: Example, metric: Metric) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="metric")
-def plain_metric(parts: Parts, example: Example, metric: Metric) -> Array:
-    """The metric of the model as it is."""
-    x, _ = parts.scan(_plain(parts, example.valid), parts.embed(example.tokens, example.valid), _no_input(parts))
+def plain_metric(parts: Parts, example: Example, metric: Metric, read: Array | None = None) -> Array:
+    """The metric of the model as it is, where it reads the example's tokens, or others."""
+    tokens = example.tokens if read is None else read
+    x, _ = parts.scan(_plain(parts, example.valid), parts.embed(tokens, example.valid), _no_input(parts))
     return measured(parts, x, example, metric)
 
 
@@ -93,62 +94,67 @@ def _plain(parts: Parts, valid: Array | None, keep: bool = False) -> Callable[[L
 
 
 @jax.jit
-def changes_of(parts: Parts, example: Example, base: Outputs) -> Array:
-    """``[W,T,M]``: what each writer writes in ``base``, less what it writes in the example."""
+def changes_of(parts: Parts, example: Example, base: Outputs | Example) -> Array:
+    """``[W,T,M]``: what each writer writes in ``base``, or on other tokens, less what it writes in the example."""
+    run, first = _plain(parts, example.valid, keep=True), parts.embed(example.tokens, example.valid)
 
-    def step(layer: Layer, x: Array, base: tuple[Array, Array]) -> tuple[Array, Array]:
-        (y, (each, _, mlp)), (heads, other) = _plain(parts, example.valid, keep=True)(layer, x, None), base
+    def from_outputs(layer: Layer, x: Array, base: tuple[Array, Array]) -> tuple[Array, Array]:
+        (y, (each, _, mlp)), (heads, other) = run(layer, x, None), base
         return y, jnp.concatenate([heads - each, other[None] - mlp[None]])
 
-    embedding = parts.embed(example.tokens, example.valid)
-    _, of_layers = parts.scan(step, embedding, (base.heads, base.mlp))
-    first = jnp.broadcast_to(base.embedding, embedding.shape) - embedding
-    return jnp.concatenate([first[None], of_layers.reshape(-1, *first.shape)])
+    def side_by_side(layer: Layer, both: tuple[Array, Array], _: Any) -> tuple[Any, Array]:
+        (y, (each, _, mlp)), (other, (heads, _, other_mlp)) = (run(layer, x, None) for x in both)
+        return (y, other), jnp.concatenate([heads - each, (other_mlp - mlp)[None]])
 
-
-@jax.custom_vjp
-def _each_reads(x: Array, gates: Array, changes: Array) -> Array:
-    """``x + gates [R,W] @ changes [W,T,M]`` at gates of 0: ``[R,T,M]``. The derivative by a gate needs no such sum."""
-    return jnp.broadcast_to(x, (len(gates), *x.shape))
-
-
-def _each_reads_forward(x: Array, gates: Array, changes: Array) -> tuple[Array, Array]:
-    return _each_reads(x, gates, changes), changes
-
-
-def _each_reads_backward(changes: Array, g: Array) -> tuple[Array, Array, None]:
-    # Two axes as one: XLA's product over both at once takes several times as long on a CPU.
-    flat, of_writers = g.reshape(len(g), -1), changes.reshape(len(changes), -1)
-    return g.sum(0), jnp.matmul(of_writers, flat.T, precision="highest").T, None
-
-
-_each_reads.defvjp(_each_reads_forward, _each_reads_backward)
+    if isinstance(base, Outputs):
+        embedding = jnp.broadcast_to(base.embedding, first.shape)
+        _, of_layers = parts.scan(from_outputs, first, (base.heads, base.mlp))
+    else:
+        embedding = parts.embed(base.tokens, base.valid)
+        _, of_layers = parts.scan(side_by_side, (first, embedding), _no_input(parts))
+    return jnp.concatenate([(embedding - first)[None], of_layers.reshape(-1, *first.shape)])
 
 
 @functools.partial(jax.jit, static_argnames="metric")
-def gradient_scores(
-    parts: Parts, example: Example, embedding: Array, changes: Array, metric: Metric
-) -> tuple[Array, Array, Array]:
-    """The metric, and its derivatives by each edge's gate ``[L,R',W]``, ``[W]``: a gate of g adds g times the change.
+def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: Array, metric: Metric) -> Array:
+    """``[R,W]``: the metric's derivative at each reader's input, times each writer's change.
 
-    ``embedding``: the input of the first layer, such as the example's own. R' are the readers of a layer.
+    ``embedding``: the input of the first layer, such as the example's own. One backward pass gives the derivatives by
+    what each head and MLP computes from its input; then, layer by layer, those by the inputs, of which no more than a
+    layer's are held.
     """
+    graph = parts.graph
 
     @jax.checkpoint
-    def step(layer: Layer, x: Array, gates: Array) -> tuple[Array, None]:
-        _, added = layer.attention(_each_reads(x, gates[:-1], changes), example.valid)
-        (read,) = _each_reads(x if parts.graph.parallel else x + added, gates[-1:], changes)
-        return x + added + layer.mlp(read), None
+    def step(layer: Layer, x: Array, nudges: Any) -> tuple[Array, tuple[Array, Array]]:
+        of_heads, of_mlp = nudges
+        _, added = layer.attention(x, example.valid, of_heads)
+        at_mlp = x if graph.parallel else x + added
+        return x + added + layer.mlp(at_mlp + of_mlp), (x, at_mlp)
 
-    def value(gates: tuple[Array, Array]) -> Array:
-        x, _ = parts.scan(step, embedding, gates[0])
-        (read,) = _each_reads(x, gates[1][None], changes)
-        return measured(parts, read, example, metric)
+    def value(nudges: Any) -> tuple[Array, Any]:
+        x, inputs = parts.scan(step, embedding, nudges[0])
+        return measured(parts, x + nudges[1], example, metric), inputs
 
-    readers, W = parts.graph.readers_of_layer, changes.shape[0]
-    zeros = jnp.zeros((len(parts.kinds), readers, W), changes.dtype), jnp.zeros(W, changes.dtype)
-    metric_value, (of_layers, of_logits) = jax.value_and_grad(value)(zeros)
-    return metric_value, of_layers, of_logits
+    def projected(layer: Layer, x: Array, _: Any) -> tuple[Array, Any]:
+        return x, jax.tree.map(jnp.zeros_like, layer.projected(layer.attention_input(x)))
+
+    shapes = jax.eval_shape(lambda: parts.scan(projected, embedding, _no_input(parts))[1])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    nothing = (zeros, jnp.zeros((graph.num_layers, *embedding.shape), embedding.dtype)), jnp.zeros_like(embedding)
+    (of_layers, at_logits), (inputs, _) = jax.grad(value, has_aux=True)(nothing)
+    flat = changes.reshape(len(changes), -1)
+
+    def of_layer(layer: Layer, carry: Any, entry: Any) -> tuple[Any, Array]:
+        (of_heads, at_mlp), x = entry
+        _, pull = jax.vjp(layer.attention_input, x)
+        (at_heads,) = jax.vmap(pull)(layer.back_to_inputs(of_heads))
+        every = jnp.concatenate([at_heads, at_mlp[None]]).reshape(graph.readers_of_layer, -1)
+        return carry, jnp.matmul(flat, every.T, precision="highest").T
+
+    _, scores = parts.scan(of_layer, 0, (of_layers, inputs))
+    last = jnp.matmul(flat, at_logits.ravel(), precision="highest")
+    return jnp.concatenate([scores.reshape(-1, len(changes)), last[None]])
 
 
 @functools.partial(jax.jit, static_argnames="metric")
