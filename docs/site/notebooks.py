@@ -34,6 +34,7 @@ PAGES = [
     "looking-inside",
     "report",
     "survey",
+    "circuits",
     "your-own-model",
     "language-model",
     "answers",

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike
 
 from jattn.circuits._edge_scores import EdgeScores
-from jattn.circuits._examples import Base, Examples, as_outputs, metric_at_ends
+from jattn.circuits._examples import Examples, as_outputs, check_finite, metric_at_ends
 from jattn.circuits._parts import Parts
 from jattn.circuits._runs import (
     Example,
@@ -100,11 +100,14 @@ def edge_attribution(
     every, total, ends = [], np.zeros(whole.shape), []
     for i in track(range(len(examples)), "edges scored, examples", progress):
         example, base = examples.one(i)
-        ends.append(metric_at_ends(parts, example, base, metric, i))
         if method == "exact":
+            ends.append(metric_at_ends(parts, example, base, metric, i))
             scores = _exact(parts, example, as_outputs(parts, example, base), scored, whole, metric)
         else:
-            scores = _by_gradient(parts, example, base, metric, steps if method == "eap-ig" else None)
+            nothing = nothing_of(parts, example) if base is None else base
+            changes, at_clean, at_corrupt = changes_of(parts, example, nothing, metric)
+            ends.append(check_finite(float(at_clean), float(at_corrupt), i))
+            scores = _by_gradient(parts, example, changes, metric, steps if method == "eap-ig" else None)
         scores = np.where(scored, scores, 0.0)
         total += scores
         if per_example:
@@ -156,9 +159,8 @@ def _sums(parts: Parts, example: Example) -> Outputs:
     return jax.tree.map(of_tokens, outputs_of(parts, example))
 
 
-def _by_gradient(parts: Parts, example: Example, base: Base, metric: Metric, steps: int | None) -> np.ndarray:
+def _by_gradient(parts: Parts, example: Example, changes: Array, metric: Metric, steps: int | None) -> np.ndarray:
     """``[R,W]`` by ``"eap"``, or with ``steps`` by ``"eap-ig"``."""
-    changes = changes_of(parts, example, nothing_of(parts, example) if base is None else base)
     shares, total = ([1.0] if steps is None else [k / steps for k in range(1, steps + 1)]), 0.0
     embedding = parts.embed(example.tokens, example.valid)
     for share in shares:

@@ -76,6 +76,11 @@ def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, n
         corrupt = float(plain_metric(parts, example, metric, base.tokens))
     else:
         corrupt = float(base_metric(parts, example, as_outputs(parts, example, base), metric))
+    return check_finite(clean, corrupt, number)
+
+
+def check_finite(clean: float, corrupt: float, number: int) -> tuple[float, float]:
+    """Both; raises ``ValueError`` if one is not finite."""
     if not np.isfinite([clean, corrupt]).all():
         raise ValueError(
             f"metric of example {number} is {clean} with all edges and {corrupt} with none; a metric must be finite "

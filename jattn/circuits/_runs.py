@@ -93,14 +93,18 @@ def _plain(parts: Parts, valid: Array | None, keep: bool = False) -> Callable[[L
     return step
 
 
-@jax.jit
-def changes_of(parts: Parts, example: Example, base: Outputs | Example) -> Array:
-    """``[W,T,M]``: what each writer writes in ``base``, or on other tokens, less what it writes in the example."""
+@functools.partial(jax.jit, static_argnames="metric")
+def changes_of(parts: Parts, example: Example, base: Outputs | Example, metric: Metric) -> tuple[Array, Array, Array]:
+    """What each writer writes in ``base``, or on other tokens, less what it writes in the example: ``[W,T,M]``.
+
+    And the metric of the example, and of ``base``.
+    """
     run, first = _plain(parts, example.valid, keep=True), parts.embed(example.tokens, example.valid)
 
-    def from_outputs(layer: Layer, x: Array, base: tuple[Array, Array]) -> tuple[Array, Array]:
-        (y, (each, _, mlp)), (heads, other) = run(layer, x, None), base
-        return y, jnp.concatenate([heads - each, other[None] - mlp[None]])
+    def from_outputs(layer: Layer, both: tuple[Array, Array], base: tuple[Array, Array, Array]) -> tuple[Any, Array]:
+        (x, other), (heads, attention, other_mlp) = both, base
+        y, (each, _, mlp) = run(layer, x, None)
+        return (y, other + attention + other_mlp), jnp.concatenate([heads - each, other_mlp[None] - mlp[None]])
 
     def side_by_side(layer: Layer, both: tuple[Array, Array], _: Any) -> tuple[Any, Array]:
         (y, (each, _, mlp)), (other, (heads, _, other_mlp)) = (run(layer, x, None) for x in both)
@@ -108,11 +112,13 @@ def changes_of(parts: Parts, example: Example, base: Outputs | Example) -> Array
 
     if isinstance(base, Outputs):
         embedding = jnp.broadcast_to(base.embedding, first.shape)
-        _, of_layers = parts.scan(from_outputs, first, (base.heads, base.mlp))
+        streams, of_layers = parts.scan(from_outputs, (first, embedding), (base.heads, base.attention, base.mlp))
     else:
         embedding = parts.embed(base.tokens, base.valid)
-        _, of_layers = parts.scan(side_by_side, (first, embedding), _no_input(parts))
-    return jnp.concatenate([(embedding - first)[None], of_layers.reshape(-1, *first.shape)])
+        streams, of_layers = parts.scan(side_by_side, (first, embedding), _no_input(parts))
+    changes = jnp.concatenate([(embedding - first)[None], of_layers.reshape(-1, *first.shape)])
+    clean, corrupt = (measured(parts, x, example, metric) for x in streams)
+    return changes, clean, corrupt
 
 
 @functools.partial(jax.jit, static_argnames="metric")
