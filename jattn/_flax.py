@@ -26,6 +26,11 @@ AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
     """The cache that was saved; ``cache`` says whether it is rolling or sharded: ``flax.serialization``'s structure."""
     names = ("key", "value", "length")
+    if saved.get("first_tokens", 0) != cache.first_tokens:
+        raise ValueError(
+            f"the cache was saved with first_tokens={saved.get('first_tokens', 0)}, and is restored into one with "
+            f"{cache.first_tokens}"
+        )
     if cache.sharding is None:
         parts = {name: jnp.asarray(saved[name]) for name in names}
     else:
@@ -33,10 +38,13 @@ def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
     return dataclasses.replace(cache, **parts)
 
 
+def _saved(cache: KVCache) -> dict[str, Any]:
+    saved = {"key": cache.key, "value": cache.value, "length": cache.length}
+    return saved | ({"first_tokens": cache.first_tokens} if cache.first_tokens else {})
+
+
 # Here and not beside the class, so that `import jattn` does not import Flax.
-serialization.register_serialization_state(
-    KVCache, lambda cache: {"key": cache.key, "value": cache.value, "length": cache.length}, _restored
-)
+serialization.register_serialization_state(KVCache, _saved, _restored)
 
 
 def attend_as_flax(

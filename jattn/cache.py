@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -185,10 +186,10 @@ def init_cache(
         rolling: keep the last ``capacity`` tokens and drop older ones; such a cache is never full.
         first_tokens: F: a rolling cache keeps the first F tokens, too, and the last ``capacity - F``, so that a model
             that attends to its first tokens can write without end (StreamingLLM, https://arxiv.org/abs/2309.17453).
-            Layers then apply ``position``, such as ``Rotary()``, as it is counted within the cache: the distance to
+            Layers then apply ``position``, a ``Rotary``, as it is counted within the cache: the distance to
             a first token ends at ``capacity - 1``, and other distances are those in the text. The cache holds keys
-            before ``position``. Masks and score functions see positions in the text. A call costs C rotated keys more,
-            and one of several tokens has twice the head dim for its scores.
+            before ``position``. Masks and score functions see positions in the text. A call rotates C keys, which
+            are copied for it, and one of several tokens has twice the head dim for its scores.
         sharding: the mesh axes over which B, C and K are sharded, such as ``NamedSharding(mesh, PartitionSpec(None,
             "sequence"))``. Each device then holds its share of the slots. ``append`` writes to it in place, and layers
             attend to it in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
@@ -210,6 +211,7 @@ def init_cache(
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of a cache must be floating, got {jnp.dtype(dtype)}, which truncates keys and values")
+    first_tokens = operator.index(first_tokens)
     if first_tokens and (not rolling or sharding is not None or not 0 < first_tokens < capacity):
         raise ValueError(
             f"first_tokens must be from 0 to capacity - 1 = {capacity - 1}, of a cache with rolling=True and without "

@@ -23,7 +23,7 @@ from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
-from jattn.positions import at_length
+from jattn.positions import Rotary, at_length
 from jattn.sharding._dot_general import dot_general
 from jattn.sharding._head_parallel import OverMesh
 from jattn.sharding._split_keys import for_cache
@@ -217,6 +217,10 @@ def _with_positions_and_cache(
     key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
     arguments |= {"query_positions": at_queries, "kv_positions": None} | visibility
     if position is not None and within_cache:
+        if not isinstance(position, Rotary):  # distances alone must count, or chunks of tokens would be told apart
+            raise ValueError(
+                f"position must be a jattn.positions.Rotary with a cache that has first_tokens, got {position!r}"
+            )
         rotate, seen = for_tokens(position, S, cache), arguments["kv_positions"]
         query, key = positions_within(cache, rotate, query, key, at_queries, seen, arguments.get("scale") is not None)
     return *common_dtype(query, key, value, None), appended

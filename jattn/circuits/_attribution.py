@@ -45,7 +45,7 @@ def edge_attribution(
 
     An edge leads from a writer (the embedding, a head, an MLP) to a later reader (the query, key or value of a head, an
     MLP, the logits). With the edge cut, that reader alone reads the writer's corrupt output, and all others read the
-    clean one. One sequence is looked at after another, in memory linear in its length.
+    clean one. One sequence is looked at after another, in memory linear in its length, and in at least float32.
 
     Args:
         model: of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
@@ -53,7 +53,8 @@ def edge_attribution(
         corrupt: what a cut edge carries: of other tokens ``[B,T]``, such as the same text with another name; of
             :func:`~jattn.circuits.mean_outputs`; or ``"zero"``, nothing.
         metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as a difference of two logits; with
-            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it.
+            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it. It is compiled once for each
+            function object: define it once, and pass what changes between calls as ``labels``.
         method: ``"eap"``: the metric's derivative at the clean input times the change, ``2 + 3`` passes for all edges.
             ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean embeddings.
             ``"exact"``: cuts each of ``edges`` in a run of its own.
@@ -90,6 +91,7 @@ def edge_attribution(
     if method == "eap-ig" and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    examples.check_outputs(parts)
     graph = parts.graph
     if method == "exact" and edges is None:
         raise ValueError(f"edges: 'exact' runs the model for each edge, and there are {graph.edges.sum()}; choose some")
@@ -141,14 +143,17 @@ def mean_outputs(
         >>> mean.heads.shape  # [L,N,1,M]
         (2, 2, 1, 8)
     """
-    parts, examples = Parts.of(model), Examples.of(tokens, "zero", None, valid)
+    parts, examples = Parts.of(model), Examples.of(tokens, "zero", None, valid, name="tokens")
     tokens, valid = examples.clean, examples.valid
     total: Any = None
     for i in track(range(len(examples)), "means, examples", progress):
         sums = _sums(parts, Example(jnp.asarray(tokens[i]), None if valid is None else jnp.asarray(valid[i]), None))
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     count = tokens.size if valid is None else int(valid.sum())
-    return jax.tree.map(lambda x: x / count, total)
+    mean = jax.tree.map(lambda x: x / count, total)
+    if not count or not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(mean)):
+        raise ValueError("tokens: what the model writes is not finite (are all tokens within the vocabulary?)")
+    return mean
 
 
 @jax.jit
@@ -166,6 +171,8 @@ def _by_gradient(parts: Parts, example: Example, changes: Array, metric: Metric,
     for share in shares:
         at = embedding + (1.0 - share) * changes[0]
         total += np.asarray(gradient_scores(parts, example, at, changes, metric))
+    if not np.isfinite(total).all():
+        raise ValueError("metric has a derivative that is not finite, so edges have no score by gradients; try 'exact'")
     return np.asarray(total / len(shares))
 
 

@@ -25,9 +25,11 @@ class Examples:
     valid: np.ndarray | None
 
     @classmethod
-    def of(cls, clean: ArrayLike, corrupt: Any, labels: Any, valid: ArrayLike | None) -> "Examples":
+    def of(
+        cls, clean: ArrayLike, corrupt: Any, labels: Any, valid: ArrayLike | None, name: str = "clean"
+    ) -> "Examples":
         """Raises ``ValueError`` if they do not fit each other."""
-        clean = _tokens("clean", clean)
+        clean = _tokens(name, clean)
         if isinstance(corrupt, str):
             if corrupt != "zero":
                 raise ValueError(f"corrupt must be tokens [B, T], mean_outputs(...) or 'zero', got {corrupt!r}")
@@ -46,8 +48,21 @@ class Examples:
                 raise ValueError(f"valid must be bools [B, T] = {list(clean.shape)}, got {list(valid.shape)}")
         for leaf in jax.tree.leaves(labels):
             if np.shape(leaf)[:1] != clean.shape[:1]:
-                raise ValueError(f"labels must be arrays [B, ...] with B = {len(clean)}, got {list(np.shape(leaf))}")
+                raise ValueError(
+                    f"labels must be arrays [B, ...] with B = {len(clean)}, got {list(np.shape(leaf))} (np.array makes "
+                    "one of a list)"
+                )
         return cls(clean, corrupt, labels, valid)
+
+    def check_outputs(self, parts: Parts) -> None:
+        """Raises ``ValueError`` if corrupt outputs are another model's, or of another length."""
+        if isinstance(self.corrupt, Outputs):
+            graph, shape = parts.graph, jnp.shape(self.corrupt.heads)
+            if shape[:2] != (graph.num_layers, graph.num_heads) or shape[2:3] not in ((1,), self.clean.shape[1:]):
+                raise ValueError(
+                    f"corrupt: outputs of heads must be [L, N, 1 or T, M] with L, N, T = {graph.num_layers}, "
+                    f"{graph.num_heads}, {self.clean.shape[1]}, got {list(shape)}; use mean_outputs of this model"
+                )
 
     def __len__(self) -> int:
         return len(self.clean)

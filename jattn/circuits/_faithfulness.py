@@ -57,6 +57,7 @@ def run_circuit(
         True
     """
     parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    examples.check_outputs(parts)
     edges = parts.graph.checked(edges)
     sets = edges.reshape(-1, *edges.shape[-2:])
     results = []
@@ -64,6 +65,11 @@ def run_circuit(
         example, base = examples.one(i)
         base = as_outputs(parts, example, base)
         results.append([np.asarray(cut_run(parts, example, base, each, metric)) for each in sets])
+        if not np.isfinite(results[-1]).all():
+            raise ValueError(
+                f"{'logits' if metric is None else 'metric'} of example {i} are not finite (are all tokens within the "
+                "vocabulary?)"
+            )
     stacked = np.stack([np.stack(of_example) for of_example in results], 1)  # [S,B,...]
     return stacked if edges.ndim > 2 else stacked[0]
 
@@ -78,12 +84,12 @@ class Faithfulness:
         sizes: ``[S]``, how many edges the circuit has.
         edges: bool ``[S,R,W]``, which.
         kept: ``[S]``, by the circuit.
-        interval: ``[S,2]``, of 95%, over examples drawn again.
+        interval: ``[S,2]``, of 95%, over examples drawn again; of one example, a point.
         random: ``[S]``, by as many edges that were drawn at random.
         left: ``[S]``, by all edges but the circuit: near 0 if the circuit is complete.
         clean, corrupt: ``[B]``, the metric of each example with all edges, and with none.
         values: ``{"circuit" | "random" | "left": [S,B]}``, the metric of each example.
-        area: the mean of ``kept`` over the share of edges, by the trapezoidal rule.
+        area: the mean of ``kept`` over the share of edges from the first size to the last, by the trapezoidal rule.
 
     Example:
         >>> from flax import nnx
@@ -140,7 +146,7 @@ def faithfulness(
     Args:
         model, clean, corrupt, metric, labels, valid, progress: as in :func:`~jattn.circuits.edge_attribution`.
         scores: by which edges are chosen.
-        sizes: numbers of edges; by default ten from 0.1% to all, evenly on a logarithmic scale.
+        sizes: numbers of edges, which are sorted; by default ten from 0.1% to all, evenly on a logarithmic scale.
         choose: ``"greedy"``, from the logits backwards (``EdgeScores.greedy``), or ``"top"``, the largest scores.
         seed: of the random edges.
 
@@ -168,13 +174,23 @@ def faithfulness(
     if choose not in CHOICES:
         raise ValueError(f"choose must be one of {', '.join(CHOICES)}, got {choose!r}")
     parts, examples = Parts.of(model), Examples.of(clean, corrupt, labels, valid)
+    examples.check_outputs(parts)
     graph, total = parts.graph, int(scores.scored.sum())
     if graph != scores.graph:
         raise ValueError("scores are of a model with other layers or heads")
     by_default = np.unique(np.geomspace(max(1, total // 1000), total, 10).round().astype(int)).tolist()
-    wanted: Sequence[int] = by_default if sizes is None else sizes
+    wanted: Sequence[int] = by_default if sizes is None else sorted(set(sizes))
+    if not wanted or not scores.scored[-1].any():
+        raise ValueError("sizes must not be empty, and scores must hold edges into the logits: others keep nothing")
     every = np.stack([scores.greedy(size) if choose == "greedy" else scores.top(size) for size in wanted])
     counts, rng = every.sum((1, 2)), np.random.default_rng(seed)
+    if counts.tolist() != list(wanted):
+        warnings.warn(
+            f"only {counts.max()} of the scored edges lead on to the logits, so sizes {list(wanted)} become "
+            f"{counts.tolist()}",
+            UserWarning,
+            stacklevel=2,
+        )
     drawn = np.stack([_random(scores.scored, int(count), rng) for count in counts])
     sets = {"circuit": every, "random": drawn, "left": graph.edges & ~every}
     values: dict[str, list[list[float]]] = {name: [] for name in sets}

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import ArrayLike
 
 from jattn.interop import Transformer
+from jattn.nnx import MultiHeadAttention, dot_product_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,11 @@ class Graph:
         return edges
 
     def heads_of(self, reader: int) -> np.ndarray:
-        """The writers whose output a reader changes: heads that have the query, or share the key or value; an MLP."""
+        """The writers whose output a reader changes: heads that have the query, or share the key or value; an MLP.
+
+        Norms that heads share (of all queries as one, or of what attention adds) carry a little to a layer's other
+        heads, which is not counted.
+        """
         L, N, K, per_layer = self.num_layers, self.num_heads, self.num_kv_heads, self.readers_of_layer
         layer, at = divmod(reader, per_layer)
         if layer == L:
@@ -159,6 +165,7 @@ def graph_of(model: nnx.Module) -> Graph:
             raise TypeError(
                 f"layer {i} of the model must have {', '.join(wanted)}, got one without {', '.join(missing)}"
             )
+        _check_attention(i, layer.attention)
     sizes = {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in layers}
     if len(sizes) > 1:
         raise ValueError(f"all layers must have the same numbers of heads and key heads, got {sorted(sizes)}")
@@ -166,6 +173,23 @@ def graph_of(model: nnx.Module) -> Graph:
     if len(parallel) > 1:
         raise ValueError("parallel must be the same for all layers")
     return Graph(len(layers), *sizes.pop(), parallel.pop())
+
+
+def _check_attention(layer: int, attention: Any) -> None:
+    """Raises if a layer's attention is not a plain ``jattn.nnx.MultiHeadAttention``, which is run part by part."""
+    usual = isinstance(attention, MultiHeadAttention) and type(attention).__call__ is MultiHeadAttention.__call__
+    if not usual or attention.attention_fn is not dot_product_attention:
+        raise TypeError(
+            f"the attention of layer {layer} must be a jattn.nnx.MultiHeadAttention with its own __call__ and "
+            f"attention_fn, got {type(attention).__name__}; options of the call belong into attention_options"
+        )
+    if attention.dtype is not None and jnp.dtype(attention.dtype).itemsize < 4:
+        raise ValueError(
+            f"the attention of layer {layer} has dtype={jnp.dtype(attention.dtype)}, whose rounding would be part of "
+            "every score; make it with dtype=None or float32"
+        )
+    if attention.dropout_rate > 0 and not attention.deterministic:
+        raise ValueError(f"the attention of layer {layer} has dropout; call model.eval() first")
 
 
 def _numbered(kind: str, layer: int, count: int) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import html
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from jattn.circuits._edge_scores import EdgeScores
 from jattn.circuits._faithfulness import Faithfulness
 from jattn.reports import Report
+from jattn.reports._html_page import as_json
 from jattn.reports._side_by_side import page_of
 
 HERE = Path(__file__).parent
@@ -65,7 +65,8 @@ def circuit_report(
         path: where to write the file; None for nowhere.
 
     Raises:
-        ValueError: the report has not as many heads as the model; ``shown`` or ``most`` is less than 1.
+        ValueError: the report has not as many heads as the model; ``kept`` is not finite; ``shown`` or ``most`` is less
+            than 1.
         OSError: ``path`` is in a folder that does not exist, or cannot be written.
 
     Example:
@@ -86,12 +87,14 @@ def circuit_report(
             f"report must be of the model's {graph.num_layers} layers of {graph.num_heads} heads, got one of "
             f"{len(report.heads)} heads"
         )
+    if kept is not None and not np.isfinite([*kept.kept, *kept.random, *kept.interval.ravel()]).all():
+        raise ValueError("kept has shares that are not finite: clean and corrupt do not differ in the metric")
     if shown < 1 or most < 1:
         raise ValueError(f"shown and most must be at least 1, got {shown} and {most}")
     section = _filled("circuit.html", {
         "heading": html.escape(f"{title}: edges by {scores.method}"),
         "summary": html.escape(_summary(scores, kept)),
-        "data": json.dumps(_data(scores, kept, shown, most), separators=(",", ":")).replace("<", "\\u003c"),
+        "data": as_json(_data(scores, kept, shown, most)),
     })  # fmt: skip
     fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(Report)}
     page = CircuitReport(**{**fields, "title": title}, section=section)

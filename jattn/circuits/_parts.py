@@ -30,8 +30,9 @@ class CircuitModel(Protocol):
     - ``layers``: each has ``attention``, a ``jattn.nnx.MultiHeadAttention``; ``attention_input(x)``, such as a norm;
       and ``mlp_added(x)``, such as ``mlp(norm(x))``, or ``jnp.zeros_like(x)`` without an MLP; both
       ``[...,T,M] -> [...,T,M]``.
-    - A layer may have ``attention_options``, a dict of its attention's call (``mask``, ``is_causal``, ``scale``,
-      ``local_window_size``), and ``parallel``, True if attention and MLP read the same x.
+    - A layer may have ``attention_options``, ``nnx.static`` or, with arrays, ``nnx.data`` of a dict of its attention's
+      call (``mask``, ``is_causal``, ``scale``, ``local_window_size``), and ``parallel``, True if attention and MLP read
+      the same x.
 
     Example:
         >>> from flax import nnx
@@ -103,6 +104,9 @@ class Parts:
         """``[T,M]`` of one sequence, at least float32."""
         model = self.whole.model
         if isinstance(model, Transformer):
+            config = model.config
+            if config.position is None and len(tokens) > config.max_length:
+                raise ValueError(f"tokens: a {config.family} has {config.max_length} positions, got T = {len(tokens)}")
             x = model._embedded(tokens[None], None if valid is None else valid[None], None, None, None)[0]
         else:
             x = model.embed(tokens[None])[0]
@@ -184,7 +188,7 @@ class Layer(NamedTuple):
         z = attend_heads(query[None], key[None], value[None], **self._options(valid))[0]
         kernel = module.out.kernel[...].astype(z.dtype)
         each, added = jnp.einsum("tnd,ndm->ntm", z, kernel, precision=module.precision), module.out(z)
-        out_norm = getattr(self.module, "attention_out_norm", None)
+        out_norm: Any = self.module.attention_out_norm if isinstance(self.module, Block) else None
         if out_norm is not None:
             factor = jax.lax.rsqrt(jnp.square(added).mean(-1, keepdims=True) + out_norm.epsilon)
             scale = out_norm.scale[...].astype(each.dtype)[None, None]

@@ -88,7 +88,7 @@ def _plain(parts: Parts, valid: Array | None, keep: bool = False) -> Callable[[L
     def step(layer: Layer, x: Array, _: Any) -> tuple[Array, Any]:
         each, added = layer.attention(x, valid)
         mlp = layer.mlp(x if parts.graph.parallel else x + added)
-        return x + added + mlp, (each, added, mlp) if keep else None
+        return (x + added + mlp).astype(x.dtype), (each, added, mlp) if keep else None
 
     return step
 
@@ -136,7 +136,7 @@ def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: A
         of_heads, of_mlp = nudges
         _, added = layer.attention(x, example.valid, of_heads)
         at_mlp = x if graph.parallel else x + added
-        return x + added + layer.mlp(at_mlp + of_mlp), (x, at_mlp)
+        return (x + added + layer.mlp(at_mlp + of_mlp)).astype(x.dtype), (x, at_mlp)
 
     def value(nudges: Any) -> tuple[Array, Any]:
         x, inputs = parts.scan(step, embedding, nudges[0])

@@ -41,21 +41,21 @@ function nodesOf(reader) {
 }
 
 const shownEdges = () => circuit.edges.slice(0, Number($("circuit-size").value)).filter(([, reader]) => !hidden.has(kindOf(reader)));
-const sayEdge = ([writer, reader, score], i) => `${writer} → ${reader}: ${figures(score)} (edge ${i + 1} of ${circuit.total})`;
+const sayEdge = (edge) => `${edge[0]} → ${edge[1]}: ${figures(edge[2])} (edge ${circuit.edges.indexOf(edge) + 1} of ${circuit.total})`;
 
 function drawCircuit() {
   const edges = shownEdges(), largest = Math.max(...circuit.edges.map(([, , score]) => Math.abs(score)), 1e-30);
   const picture = svgElement("svg", { viewBox: `0 0 ${WIDE} ${tall}`, role: "img", "aria-label": `a circuit of ${edges.length} edges` });
   const inside = new Set(["embedding", "logits"]);
   edges.forEach(([writer, reader]) => { inside.add(writer); nodesOf(reader).forEach((node) => inside.add(node)); });
-  lines = edges.map((edge, i) => {
+  lines = edges.map((edge) => {
     const [x0, y0] = place(edge[0]), [x1, y1] = place(edge[1]), bend = Math.max((y0 - y1) / 2, 12);
     const line = svgElement("path", {
       d: `M${x0} ${y0 - 8}C${x0} ${y0 - 8 - bend} ${x1} ${y1 + 8 + bend} ${x1} ${y1 + 8}`, class: "edge",
       stroke: colourOf(kindOf(edge[1])), "stroke-width": (0.6 + 6 * Math.sqrt(Math.abs(edge[2]) / largest)).toFixed(2),
       "stroke-dasharray": edge[2] > 0 ? "5 4" : "none",
-    }, svgElement("title", {}, sayEdge(edge, i)));
-    line.addEventListener("pointerenter", () => { $("circuit-readout").textContent = sayEdge(edge, i); });
+    }, svgElement("title", {}, sayEdge(edge)));
+    line.addEventListener("pointerenter", () => { $("circuit-readout").textContent = sayEdge(edge); });
     picture.append(line);
     return line;
   });

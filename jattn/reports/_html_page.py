@@ -89,18 +89,18 @@ class Page:
             ],
         }
         frames = [frame for view in self.views for frame in view.frames]
-        room = most - len(_json(data)) - sum(map(len, slots.values())) - FRAME_LETTERS * len(frames)
+        room = most - len(as_json(data)) - sum(map(len, slots.values())) - FRAME_LETTERS * len(frames)
         entries, blobs, data["top"] = pack(frames, room)
         rest = iter(entries)
         for entry, view in zip(data["views"], self.views, strict=True):
             entry["frames"] = [next(rest) for _ in view.frames]
         elements = (f'<script id="blob-{i}" type="text/plain">{blob}</script>' for i, blob in enumerate(blobs))
-        slots |= {"data": _json(data), "blobs": "\n".join(elements)}
+        slots |= {"data": as_json(data), "blobs": "\n".join(elements)}
         # One pass: values may have braces.
         return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html"))
 
 
-def _json(data: Any) -> str:
+def as_json(data: Any) -> str:
     """With "<", a token could end the script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 

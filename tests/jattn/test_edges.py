@@ -456,6 +456,79 @@ def test_what_cannot_be(models):
         circuits.graph_of(interop.Transformer(bert, rngs=nnx.Rngs(0)))
 
 
+def test_models_of_ones_own_that_do_something_else_are_refused():
+    class Causal(jattn.nnx.MultiHeadAttention):
+        def __call__(self, x, **options):
+            return super().__call__(x, is_causal=True, **options)
+
+    wrong = {
+        "Causal": lambda: Causal(1, WIDTH, rngs=nnx.Rngs(0)),
+        "MultiHeadAttention": lambda: nnx.MultiHeadAttention(1, WIDTH, decode=False, rngs=nnx.Rngs(0)),
+    }
+    for name, make in wrong.items():
+        model = induction(8.0)
+        model.layers[1].attention = make()
+        with pytest.raises(
+            TypeError, match=f"attention of layer 1 must be a jattn.nnx.MultiHeadAttention .*got {name}"
+        ):
+            circuits.graph_of(model)
+    model = induction(8.0)
+    model.layers[0].attention = jattn.nnx.MultiHeadAttention(1, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="attention of layer 0 has dtype=bfloat16"):
+        circuits.graph_of(model)
+    model.layers[0].attention = jattn.nnx.MultiHeadAttention(1, WIDTH, dropout_rate=0.1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="attention of layer 0 has dropout; call model.eval"):
+        circuits.graph_of(model)
+    model.eval()
+    assert circuits.graph_of(model).num_layers == 2
+    # A name that is not part of the protocol means nothing.
+    model = induction(8.0)
+    tokens, graph = np.array([[4, 0, 1, 2, 3, 0]]), circuits.graph_of(model)
+    before = circuits.run_circuit(model, tokens, tokens[:, ::-1], graph.edges)
+    model.layers[0].attention_out_norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(circuits.run_circuit(model, tokens, tokens[:, ::-1], graph.edges), before)
+
+
+def test_sizes_are_sorted_and_what_leads_nowhere_is_told(models):
+    model, _, graph = models("llama")
+    clean, corrupt = (x[:1] for x in draw_tokens(13))
+    scores = circuits.edge_attribution(model, clean, corrupt, metric, **QUIET)
+    judge = lambda scores, sizes: circuits.faithfulness(model, clean, corrupt, metric, scores, sizes=sizes, **QUIET)
+    np.testing.assert_array_equal(judge(scores, [40, 10, 82, 10]).sizes, [10, 40, 82])
+    assert judge(scores, [40, 10, 82]).area == judge(scores, [10, 40, 82]).area
+    part = graph.select([("embedding", "query 0.0"), ("embedding", "value 1.0"), ("head 1.0", "logits")])
+    some = circuits.edge_attribution(model, clean, corrupt, metric, edges=part, **QUIET)
+    with pytest.warns(UserWarning, match=r"only 2 of the scored edges lead on to the logits, so sizes \[1, 3\] become"):
+        judge(some, [1, 3])
+    nowhere = circuits.edge_attribution(
+        model, clean, corrupt, metric, edges=part & ~graph.select([("head 1.0", "logits")]), **QUIET
+    )
+    for scores, sizes in ((nowhere, [1]), (some, [])):
+        with pytest.raises(ValueError, match="sizes must not be empty, and scores must hold edges into the logits"):
+            judge(scores, sizes)
+
+
+def test_what_is_not_finite_is_no_result(models):
+    model, _, _ = models("gpt2")
+    clean, corrupt = draw_tokens(14)
+    long = np.tile(clean, 3)
+    with pytest.raises(ValueError, match="a gpt2 has 16 positions, got T = 21"):
+        circuits.run_circuit(model, long, (long + 1) % V, circuits.graph_of(model).edges)
+    with pytest.raises(ValueError, match=r"logits of example 0 are not finite .*within the vocabulary"):
+        circuits.run_circuit(model, clean + V, corrupt, circuits.graph_of(model).edges)
+    with pytest.raises(ValueError, match="what the model writes is not finite"):
+        circuits.mean_outputs(model, clean + V, **QUIET)
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\]"):
+        circuits.mean_outputs(model, clean[0], **QUIET)
+    steep = lambda logits, tokens: jnp.sqrt(jnp.abs(logits[-1, 0] * 0))
+    with pytest.raises(ValueError, match="metric has a derivative that is not finite"):
+        circuits.edge_attribution(model, clean, corrupt, steep, **QUIET)
+    mean = circuits.mean_outputs(model, clean, **QUIET)
+    other = circuits.Outputs(mean.embedding, mean.heads[:, :1], mean.attention, mean.mlp)
+    with pytest.raises(ValueError, match="corrupt: outputs of heads must be .* use mean_outputs of this model"):
+        circuits.run_circuit(model, clean, other, circuits.graph_of(model).edges)
+
+
 def test_labels_are_of_each_example(models):
     model, _, _ = models("llama")
     clean, corrupt = draw_tokens(12)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
 import jattn
 import jattn.nnx
@@ -211,6 +211,15 @@ def test_what_cannot_be():
     qkv = [jnp.asarray(x[:, :3]) for x in draw()]
     with pytest.raises(ValueError, match="a cache with first_tokens counts positions itself"):
         attend_heads(*qkv, cache=empty(), position=Rotary(), query_positions=np.arange(3))
+    with pytest.raises(
+        ValueError, match="position must be a jattn.positions.Rotary with a cache that has first_tokens"
+    ):
+        attend_heads(*qkv, cache=empty(), position=lambda x, positions: x)
+    saved = serialization.to_state_dict(empty())
+    assert serialization.from_state_dict(empty(), saved).first_tokens == FIRST
+    plain = jattn.init_cache(B, CAPACITY, K, H, value_dim=D, rolling=True)
+    with pytest.raises(ValueError, match="the cache was saved with first_tokens=2, and is restored into one with 0"):
+        serialization.from_state_dict(plain, saved)
     module = jattn.nnx.MultiHeadAttention(N, 8, N * H, num_kv_heads=K, position=Rotary(BASE), rngs=nnx.Rngs(0))
     cache = jattn.init_cache(B, CAPACITY, K, H, rolling=True, first_tokens=FIRST)
     with pytest.raises(ValueError, match="a cache with first_tokens counts positions itself"):

@@ -1,6 +1,6 @@
 """Writing without end: the loss of a long text that is read through caches of one size; not an experiment of a config.
 
-``python -m jattn_experiments.measure.endless smollm2 --out RESULTS`` takes 15 minutes on two cores and writes
+``python -m jattn_experiments.measure.endless smollm2 --out RESULTS`` takes 25 to 35 minutes on two cores and writes
 ``RESULTS/smollm2.json`` and a table. Of each text, the loss of each next token is measured in three blocks, of
 
 - *all tokens*: all earlier ones are seen;
