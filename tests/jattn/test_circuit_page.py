@@ -73,6 +73,7 @@ def test_the_page_in_a_browser(found, tmp_path):
     assert verdict["curve"] >= 5 and verdict["saved"]
 
 
+@pytest.mark.slow
 def test_a_page_without_a_curve_on_a_narrow_screen(found, tmp_path):
     scores, _, report = found
     circuits.circuit_report(scores, report, path=tmp_path / "circuit.html")

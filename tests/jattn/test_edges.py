@@ -68,7 +68,7 @@ def named(graph, edges):
     return {(graph.writers[w], graph.readers[r]) for r, w in np.argwhere(edges)}
 
 
-slow_but = pytest.mark.slow_except("llama", "gemma")
+slow_but = pytest.mark.slow_except("llama")
 
 
 @slow_but
@@ -130,6 +130,7 @@ def test_integrated_scores_are_means_of_derivatives(models, name):
     np.testing.assert_allclose(ig.scores[:, 0].sum(), change, atol=0.02 * np.abs(ig.scores[:, 0]).sum())
 
 
+@pytest.mark.slow
 def test_exact_scores_cut_one_edge_each(models):
     model, reference, graph = models("llama")
     clean, corrupt = draw_tokens(5)
@@ -156,6 +157,7 @@ def test_exact_scores_cut_one_edge_each(models):
     np.testing.assert_allclose(within.scores[r, w], np.mean(change), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_small_change_is_worth_its_derivative(models):
     """Where the corruption is small, gradients and runs agree."""
     model, _, graph = models("gemma")
@@ -170,6 +172,7 @@ def test_a_small_change_is_worth_its_derivative(models):
     np.testing.assert_allclose(eap.scores, exact.scores, atol=0.02 * np.abs(exact.scores).max())
 
 
+@pytest.mark.slow
 def test_scores_into_the_logits_sum_to_the_linear_change(models):
     model, reference, _ = models("llama")
     clean, corrupt = draw_tokens(7)
@@ -182,6 +185,7 @@ def test_scores_into_the_logits_sum_to_the_linear_change(models):
     np.testing.assert_allclose(found.scores[-1].sum(), (ends[0] - ends[1]) / 2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_zero_and_mean_corruptions(models):
     model, reference, graph = models("gpt2")
     clean, other = draw_tokens(8)
@@ -208,6 +212,7 @@ def test_zero_and_mean_corruptions(models):
             np.testing.assert_allclose(logits[b], reference.run(clean[b], inputs)[0], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(models):
     model, _, graph = models("llama")
     clean, corrupt = draw_tokens(9)
@@ -307,6 +312,7 @@ def test_the_circuit_of_induction_set_by_hand():
     assert named(graph, needed.scores < -0.5) == circuit
 
 
+@pytest.mark.slow
 def test_a_saturated_softmax_hides_an_edge_from_its_derivative_but_not_from_a_run():
     model, clean, corrupt = induction(60.0), np.array([[4, 0, 1, 2, 3, 0]]), np.array([[4, 2, 1, 2, 3, 0]])
     right = lambda logits, tokens: logits[-1, 1]
@@ -346,6 +352,7 @@ def heads_that_copy(signs, mlp=None):
     return ByHand(embed, unembed, [layer])
 
 
+@pytest.mark.slow
 def test_paths_that_cancel():
     """Two heads say the same, a third the opposite of one: nothing but runs of pairs tells."""
     model, clean, corrupt = heads_that_copy([1.0, 1.0, -1.0]), np.array([[3, 1, 2]]), np.array([[4, 1, 2]])
@@ -360,6 +367,7 @@ def test_paths_that_cancel():
     np.testing.assert_allclose(circuits.run_circuit(model, clean, corrupt, one, right), 1.0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_backup_head():
     """Either of two heads is enough, since the MLP takes away what is said twice: no edge alone is needed, both are."""
 
@@ -489,6 +497,7 @@ def test_models_of_ones_own_that_do_something_else_are_refused():
     np.testing.assert_array_equal(circuits.run_circuit(model, tokens, tokens[:, ::-1], graph.edges), before)
 
 
+@pytest.mark.slow
 def test_sizes_are_sorted_and_what_leads_nowhere_is_told(models):
     model, _, graph = models("llama")
     clean, corrupt = (x[:1] for x in draw_tokens(13))
@@ -508,6 +517,7 @@ def test_sizes_are_sorted_and_what_leads_nowhere_is_told(models):
             judge(scores, sizes)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_no_result(models):
     model, _, _ = models("gpt2")
     clean, corrupt = draw_tokens(14)
@@ -529,6 +539,7 @@ def test_what_is_not_finite_is_no_result(models):
         circuits.run_circuit(model, clean, other, circuits.graph_of(model).edges)
 
 
+@pytest.mark.slow
 def test_labels_are_of_each_example(models):
     model, _, _ = models("llama")
     clean, corrupt = draw_tokens(12)

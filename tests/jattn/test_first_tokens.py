@@ -74,6 +74,7 @@ def test_an_entrys_place_in_the_cache_is_its_position(kind):
     np.testing.assert_array_equal(cache.key[:, [0, 1, 3]], qkv[1][:, [0, 1, 18]])  # before positions
 
 
+@pytest.mark.slow
 def test_it_is_not_what_positions_in_the_text_give():
     """The test before fails if positions are those of the text."""
     qkv = draw()
@@ -84,6 +85,7 @@ def test_it_is_not_what_positions_in_the_text_give():
     assert np.abs(in_the_text - of_cache)[:, CAPACITY:].max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_window_and_a_scale_of_the_call():
     qkv = draw(1)
     z, _ = decode(qkv, CHUNKS["chunks"], attend=step(mask=masks.SlidingWindow(4)))
@@ -135,6 +137,7 @@ def test_rewound_tokens_are_as_never_appended():
     assert np.isnan(attend([x[:, :1] for x in qkv], cache=drafted.rewind(4))[0]).all()
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_is_what_is_computed():
     qkv = draw(5)
     _, cache = decode([x[:, :12] for x in qkv], [12])
@@ -152,6 +155,7 @@ def test_what_is_looked_at_is_what_is_computed():
     np.testing.assert_allclose(kept, weights, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_short_dtypes(dtype):
     qkv = [jnp.asarray(x, dtype) for x in draw(6)]
@@ -170,6 +174,7 @@ def decode_module(module, x, cache):
     return jax.lax.scan(step, cache, x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 
+@pytest.mark.slow
 def test_a_module_and_its_gradient():
     module = jattn.nnx.MultiHeadAttention(N, 8, N * H, num_kv_heads=K, position=Rotary(BASE), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(7), (B, T, 8))
@@ -193,6 +198,7 @@ def test_a_module_and_its_gradient():
     assert np.abs(by_chunk[0]).max((0, 2)).nonzero()[0].tolist() == [0, 1, 14, 15, 16, 17, 18]
 
 
+@pytest.mark.slow
 def test_frequencies_that_depend_on_the_length_are_those_of_the_capacity():
     position = Rotary(BASE, scaling=DynamicScaling(2.0, original_length=4))
     qkv = draw(8)
