@@ -1,7 +1,7 @@
 #!/bin/sh
 # One expects: einsum("rtm,wtm->rw") takes as long as the product of the two arrays with t and m made one axis by reshape,
 #   which moves nothing: it is the same contraction of the same memory.
-# What happens: jitted on a CPU, it takes several times as long (8 to 9 times for 15 and 301 rows of 128 x 576 in float32).
+# What happens: jitted on a CPU, it takes several times as long (8 to 11 times for 15 and 301 rows of 128 x 576 in float32).
 #   Contracting two axes that lie side by side is not seen as one product.
 # Version: jax 0.12.0.1; needs Python 3.12. Source: measured while summing gradients times changes of a whole model.
 set -eu
