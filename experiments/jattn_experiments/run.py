@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jattn_experiments.config import Config, Kind, changed_options, differences, variants
-from jattn_experiments.measure import claims, evaluate, language_model, long_heads, sentence_encoder
+from jattn_experiments.measure import circuits, claims, evaluate, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.checkpoint import saved_steps
@@ -23,6 +23,7 @@ EXAMINATIONS = {
     Kind.SENTENCE_ENCODER: sentence_encoder,
     Kind.LANGUAGE_MODEL: language_model,
     Kind.LONG_TEXTS: long_heads,
+    Kind.CIRCUITS: circuits,
 }
 
 

@@ -81,14 +81,18 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Training: AdamW with warm-up, cosine decay and clipping.
+    """Training: AdamW or Muon with warm-up, cosine decay and clipping.
 
     Attributes:
         seeds: Number of seeds, trained at once.
         first_seed: The first seed; the others follow it.
         steps: Updates.
         batch: Sequences per update.
+        optimizer: "adamw"; or Muon for the kernels and AdamW for the rest: "muon" as optax has it, which takes every
+            array of two axes and so none of attention's kernels, "muon_joint" with all heads of a kernel as one matrix,
+            "muon_per_head" with a matrix for each.
         learning_rate: Peak learning rate.
+        muon_rate: Muon: peak learning rate of what it takes; AdamW's is learning_rate.
         final_rate: Learning rate at the end, as a fraction of the peak.
         warmup: Steps of linear warm-up.
         b2: Decay of Adam's second moment.
@@ -111,7 +115,9 @@ class Train:
     first_seed: int = 0
     steps: int = 800
     batch: int = 32
+    optimizer: Literal["adamw", "muon", "muon_joint", "muon_per_head"] = "adamw"
     learning_rate: float = 3e-3
+    muon_rate: float = 0.02
     final_rate: float = 0.1
     warmup: int = 50
     b2: float = 0.99
@@ -237,6 +243,27 @@ class LongTexts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Circuits:
+    """Circuits of a language model, chosen on some pairs of texts and judged on others; no toy model is trained.
+
+    Attributes:
+        pairs: Pairs of texts on which edges are chosen, and others on which they are judged; 0: no circuits. Names and
+            random tokens are those of language.seed.
+        steps: Inputs on the way from corrupt to clean at which derivatives are taken (EAP-IG).
+        sizes: Edges of the circuits.
+        lengths: Tokens of a sequence that repeats, the first for all that is told of copying; more than one: whether
+            the circuit is the same at all.
+        compared: Edges of the circuits that are compared over lengths, and whose page is written; one of sizes.
+    """
+
+    pairs: int = 0
+    steps: int = 5
+    sizes: list[int] = dataclasses.field(default_factory=lambda: [30, 100, 300, 700, 2000])
+    lengths: list[int] = dataclasses.field(default_factory=lambda: [64, 512, 2048])
+    compared: int = 700
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One claim: a metric, its threshold, and how many seeds must pass.
 
@@ -267,6 +294,7 @@ class Kind(enum.Enum):
     SENTENCE_ENCODER = "examines a saved sentence encoder"
     LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
     LONG_TEXTS = "examines a saved language model on long texts"
+    CIRCUITS = "looks for circuits of a saved language model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +313,7 @@ class Config:
         language: A language model to examine; task, model, train and evaluate are those of a toy model, which is
             trained and examined beside it.
         long: The long texts on which the language model is examined instead; there is no toy model then.
+        circuits: The circuits of the language model that are looked for instead; there is no toy model then.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
             drawn over it. A value may bring others along: {model.model_dim: 256, train.learning_rate: 1.0e-3}.
@@ -301,6 +330,7 @@ class Config:
     pretrained: SentenceEncoder = dataclasses.field(default_factory=SentenceEncoder)
     language: LanguageModel = dataclasses.field(default_factory=LanguageModel)
     long: LongTexts = dataclasses.field(default_factory=LongTexts)
+    circuits: Circuits = dataclasses.field(default_factory=Circuits)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
@@ -312,6 +342,8 @@ class Config:
             return Kind.SENTENCE_ENCODER
         if self.long.lengths:
             return Kind.LONG_TEXTS
+        if self.circuits.pairs:
+            return Kind.CIRCUITS
         return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
 
 

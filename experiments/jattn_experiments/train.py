@@ -14,7 +14,7 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jattn_experiments import batches, head_scores, model, tasks
+from jattn_experiments import batches, head_scores, model, optimizers, tasks
 from jattn_experiments.config import Config, of_plain
 from jattn_experiments.runs import devices, stopping
 from jattn_experiments.runs.checkpoint import Checkpoints, named
@@ -51,15 +51,10 @@ class Setup:
     def of(cls, config: Config) -> "Setup":
         """Task, model, optimizer, keys and mesh of ``config``."""
         task, train = tasks.make(config.task), config.train
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, train.learning_rate, train.warmup, train.steps, train.learning_rate * train.final_rate
-        )
-        adam = optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay)
-        optimizer = optax.chain(optax.clip_by_global_norm(train.clip), adam)
         seeds = jnp.arange(train.first_seed, train.first_seed + train.seeds)
         keys, mesh = jax.vmap(jax.random.key)(seeds), devices.make(config.mesh)
         transformer = model.make(config.model, task, devices.attention(mesh))
-        return cls(config, task, transformer, optimizer, keys, mesh)
+        return cls(config, task, transformer, optimizers.make(config), keys, mesh)
 
     @property
     def looking(self) -> "Setup":

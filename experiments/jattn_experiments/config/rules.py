@@ -13,11 +13,22 @@ from jattn_experiments.tasks import TASKS, Task, make
 _POSITIVE = {
     "task": ("symbols", "length", "shortest", "pairs", "hops"),
     "model": ("num_layers", "num_heads", "model_dim", "head_dim", "rotary_base", "embed_scale"),
-    "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
+    "train": (
+        "seeds",
+        "steps",
+        "batch",
+        "learning_rate",
+        "muon_rate",
+        "clip",
+        "log_every",
+        "look_every",
+        "checkpoint_every",
+    ),
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
     "language": ("sequences", "period", "group", "matched"),
     "long": ("depths", "chosen", "texts", "ablated", "window", "streamed", "pictured"),
+    "circuits": ("steps", "compared"),
 }
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 

@@ -69,7 +69,7 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
         return setup.model.apply(params, batch.tokens, at=batch.at, **options)
 
     # only the number of heads is read, so short sequences suffice
-    tokens = looking.task.sample(key, 2).tokens
+    tokens = looking.task.sample(jax.random.fold_in(key, train.TEST_DATA), 2).tokens
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
     logits = answers()

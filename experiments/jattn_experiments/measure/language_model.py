@@ -77,7 +77,7 @@ def run(config: Config, out: Path) -> Findings:
     single = judge(model, data, np.concatenate([few, len(data.tested) + few]))
     accuracy = single(np.ones(model.shape))[1]
     each = [single(gates)[1] for gates in track(one_off(model.shape), "each head off", console=Terminal())]
-    roles, twin = _roles(looked, twins), twins[0]
+    roles, twin = roles_of(looked, twins), twins[0]
     off = {str(role): single(roles.label[0] != role)[1][None] for role in np.unique(roles.label) if role in PATTERNS}
     metrics = language_metrics.metrics_of(measured, looked, twin, ranked)
     metrics |= {TOY + name: value for name, value in toy.items()}
@@ -221,7 +221,7 @@ def _paths(model: Model, tokens: np.ndarray, readers: Heads, groups: Sequence[He
     )
 
 
-def _roles(looked: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
+def roles_of(looked: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
     """The role of every head ``[1,L,N]``, tested against the twins and, for tokens, other sequences' tokens."""
     usual = looked["chosen"] | {name: looked["shuffled"][name] for name in heads.OF_TOKENS}
     baseline = {name: usual[name] for name in PATTERNS}

@@ -1,7 +1,5 @@
 """Needles in long texts: whether a model finds them, also with heads switched off, or blind to a place."""
 
-import hashlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,54 +10,26 @@ from jattn import KVCache
 from jattn_experiments.config import Config
 from jattn_experiments.measure import long_texts
 from jattn_experiments.measure.head_groups import Heads, among, one_off
+from jattn_experiments.measure.kept_parts import KeptParts, Part
 from jattn_experiments.measure.long_reader import Reader
 from jattn_experiments.measure.long_texts import Prompt, Texts
 from jattn_experiments.measure.saved_model import Model
-from jattn_experiments.runs.folder import Damaged, write_atomically
-
-Part = dict[str, np.ndarray]
 
 
-class Study:
-    """A model, the texts of a config, and the parts that were measured.
-
-    ``tell`` takes ``description=`` when a part begins to be measured, and ``advance=1`` when it is there.
-    """
+class Study(KeptParts):
+    """A model, the texts of a config, and the parts that were measured."""
 
     def __init__(self, config: Config, model: Model, texts: Texts, folder: Path, tell: Callable[..., None]):
-        self.config, self.options, self.texts, self.folder, self._tell = config, config.long, texts, folder, tell
+        super().__init__(folder, tell)
+        self.config, self.options, self.texts = config, config.long, texts
         self.depths = long_texts.depths_of(self.options.depths)
         self.use(model)
-        # What all other parts rest on: a stopped run goes on with the same.
         needles = (np.array(part) for each in texts.needles for one in each for part in one)
-        tokens = np.concatenate([*texts.chosen, *texts.judged, *needles]).astype(np.int32)
-        digest = np.frombuffer(hashlib.sha256(tokens.tobytes()).digest(), np.uint8)
-        if (self.part("texts", lambda: {"digest": digest})["digest"] != digest).any():
-            raise Damaged(f"{folder} was measured on other texts, of another version; start in another folder")
+        self.check_texts([*texts.chosen, *texts.judged, *needles])
 
     def use(self, model: Model) -> None:
         """Measures this model from here on."""
         self.model, self._reader = model, Reader(model, self.options.ablated)
-
-    def part(self, name: str, measure: Callable[..., Part], *arguments: Any) -> Part:
-        """What ``measure(*arguments)`` returns, or what it returned before the run was stopped.
-
-        Raises ``Damaged`` if what was kept of it cannot be read.
-        """
-        file = self.folder / f"{name}.npz"
-        if not file.exists():
-            self._tell(description=name)
-            arrays = io.BytesIO()
-            np.savez_compressed(arrays, **measure(*arguments))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, arrays.getvalue())
-        self._tell(advance=1)
-        content = io.BytesIO(file.read_bytes())
-        try:
-            with np.load(content) as kept:
-                return {key: kept[key] for key in kept}
-        except Exception:  # whatever NumPy and zipfile raise for what is no archive
-            raise Damaged(f"{file}: expected arrays as they were written; remove it to measure them again") from None
 
     def parts(self, name: str, numbers: Sequence[int], measure: Callable[..., Part], *arguments: Any) -> list[Part]:
         """The parts ``measure(study, number, *arguments)``, one for each number."""
