@@ -207,7 +207,7 @@ def _product(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, x: Arr
 def _product_jvp(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, primals: tuple, tangents: tuple):
     # The tangents keep their dtype. If they were cast like the operands, the transposed products would be rounded to
     # ``dtype`` block by block, before they are summed. A tangent that is zero is not multiplied: that would be work for
-    # nothing, and XLA's CPU compiler (jaxlib 0.10 to 0.12) sums products with a single number, broadcast, wrongly.
+    # nothing, and XLA's CPU compiler (jaxlib 0.10 to 0.12) gives wrong numbers for some products with a constant.
     (x, y), (dx, dy) = primals, tangents
     einsum = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=x.dtype)
     out = _product(subscripts, dtype, precision, x, y)

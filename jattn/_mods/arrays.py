@@ -52,8 +52,9 @@ def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
 def maximum(x: jax.Array, axis: int | None = -1) -> jax.Array:
     """The largest numbers along an axis; NaN if there is one, -inf of none.
 
-    ``jnp.max`` loses a NaN among 4096 float32 numbers or more on a CPU (JAX 0.10.2 to 0.12.0.1): XLA gives such
-    reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``.
+    On a CPU ``jnp.max`` of 4096 numbers or more in all, float32 or float64, loses a NaN (JAX 0.10.2 to 0.12.0.1): XLA
+    gives such reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``. If the array lies
+    on several devices, it does so at any size.
     """
     return jnp.where(jnp.isnan(x).any(axis), jnp.nan, jnp.max(x, axis, initial=-jnp.inf))
 

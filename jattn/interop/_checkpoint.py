@@ -270,8 +270,8 @@ def _fitting(tensors: Tensors, family: Family, config: Config, expected: Shapes)
         "left over": list(tensors.keys() - {source.name for source in sources}),
         "of a parameter that another tensor is, too": twice,
         "of another shape": misshapen,
-        "no floating-point numbers": [
-            f"{source.name} is {tensors[source.name].dtype}"
+        "no floating-point numbers of 16 to 64 bits": [
+            f"{source.name} is {getattr(tensors[source.name], 'stored_as', tensors[source.name].dtype)}"
             for source in sources
             if not jnp.issubdtype(tensors[source.name].dtype, jnp.floating)
         ],

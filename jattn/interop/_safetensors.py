@@ -55,9 +55,8 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
 
 
 _DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_,
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 
 
@@ -67,7 +66,8 @@ class _StoredTensor:
     def __init__(self, opened: Any, name: str):
         self.stored = opened.get_slice(name)
         self.shape = tuple(self.stored.get_shape())
-        self.dtype = np.dtype(_DTYPES.get(self.stored.get_dtype(), object))
+        self.stored_as = self.stored.get_dtype()
+        self.dtype = np.dtype(_DTYPES.get(self.stored_as, object))  # object: of a format that is not read
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # not by way of an accelerator

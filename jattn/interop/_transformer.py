@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import _shares as shares
 from jattn import masks
+from jattn._core.call import softmax_dtype
 from jattn.cache import KVCache, init_cache, within_capacity
 from jattn.interop._config import Config
 from jattn.interop._per_layer import stack_options
@@ -307,12 +308,16 @@ def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
     """The rows of a table in its own dtype; the module's call casts to that which it was made with.
 
     NaN for an index outside of the table, at either end; for padding the nearest row, so that gradients stay finite.
+    Looked up in float32 at least, so that the gradient of a frequent row is a sum in float32: in bfloat16 it would stop
+    at 256 ones.
     """
-    table = embed.embedding[...]
+    stored = embed.embedding[...]
+    table = stored.astype(softmax_dtype(stored))
     if valid is not None:
         last = min(table.shape[0] - 1, jnp.iinfo(indices.dtype).max)
         indices = jnp.where(valid, indices, indices.clip(0, last))
-    return table.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    rows = table.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return rows.astype(stored.dtype)
 
 
 def layer_options(config: Config, call: Mapping[str, Any], local: bool, valid: Array | None = None) -> dict[str, Any]:
