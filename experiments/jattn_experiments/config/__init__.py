@@ -12,6 +12,7 @@ from jattn_experiments.config.parser import Parser as Parser
 from jattn_experiments.config.parser import Processes as Processes
 from jattn_experiments.config.parser import of_plain as of_plain
 from jattn_experiments.config.parser import scaled_claims as scaled_claims
+from jattn_experiments.schema import Circuits as Circuits
 from jattn_experiments.schema import Claim as Claim
 from jattn_experiments.schema import Config as Config
 from jattn_experiments.schema import Evaluate as Evaluate

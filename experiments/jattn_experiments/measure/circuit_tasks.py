@@ -69,6 +69,8 @@ def names(encode: Callable[[str], list[int]], first: int, count: int, rng: np.ra
     Source: Wang et al., https://arxiv.org/abs/2211.00593, section 3.
     """
     single = [name for name in NAMES if len(encode(f" {name}")) == 1]
+    if len(single) < 2:
+        raise ValueError("language.model: expected a model for which at least two of the names are one token each")
     clean, corrupt, answers = [], [], []
     for _ in range(count):
         (one, two), place, thing = rng.permutation(single)[:2], rng.choice(PLACES), rng.choice(THINGS)

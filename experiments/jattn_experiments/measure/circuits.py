@@ -280,7 +280,7 @@ def metrics_of(config: Config, measured: dict[str, Any], looked: dict[str, Any])
     metrics["key/induction"] = Measure([induction], [float(looked["induction"].mean())], "all heads")
     common = _in_common(config, measured)
     for at, length in enumerate(options.lengths[1:], 1):
-        metrics[f"same/{length}"] = Measure([float(common[at, 0] / common[at, at])])
+        metrics[f"same/{length}"] = Measure([float(common[at, 0] / common[at, at]) if common[at, at] else np.nan])
         kept = measured["carried"][length]["kept"]
         metrics[f"carries/{length}"] = Measure([float(kept[0] / kept[at])])
     for judged, one in measured["carried"].items():

@@ -71,9 +71,8 @@ class Toy(nnx.Module):
         options, params = setup.config.model, params["params"]
         if len(setup.task.vocabulary) > 1 or options.position not in ("learned", "relative") or options.tied:
             raise ValueError("circuits of toys are of one field of tokens, learned or relative positions, and not tied")
-        self.table, self.positions = nnx.Param(params["embed_0"]["embedding"]), None
-        if options.position == "learned":
-            self.positions = nnx.Param(params["positions"])
+        self.table = nnx.Param(params["embed_0"]["embedding"])
+        self.positions = nnx.Param(params["positions"]) if options.position == "learned" else None
         self.layers = nnx.List([ToyLayer(setup, params[f"layer_{i}"]) for i in range(options.num_layers)])
         self.norm = _filled(nnx.LayerNorm(options.model_dim, rngs=nnx.Rngs(0)), params, "norm")
         self.kernel, self.bias = (nnx.Param(params["read_out"][name][..., place, :]) for name in ("kernel", "bias"))
