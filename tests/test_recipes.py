@@ -206,9 +206,33 @@ def softmax_off_by_one(recipe, dtype):
     return [(ours, r["dense"](wide(sinks)))]
 
 
+def muon(recipe, dtype):
+    """What one head, or all as a matrix, would be given alone; in float32, in which parameters are trained."""
+    r = recipe()
+    shapes = {"query": (12, 3, 5), "out": (3, 5, 12)}
+    params, gradient = ({name: {"kernel": wide(draw(dtype, shape)[0])} for name, shape in shapes.items()} for _ in "ab")
+
+    def update(params, gradient, numbers=None):
+        optimizer = r["muon"](1.0, muon_weight_dimension_numbers=numbers)
+        return optimizer.update(gradient, optimizer.init(params), params)[0]
+
+    results = []
+    for per_head in (True, False):
+        found = update(params, gradient, lambda params, per_head=per_head: r["matrices"](params, per_head))
+        for name, matrix in (("query", (12, 15)), ("out", (15, 12))):
+            x, g, ours = (one[name]["kernel"] for one in (params, gradient, found))
+            if not per_head:
+                results.append((ours.reshape(matrix), update(x.reshape(matrix), g.reshape(matrix))))
+                continue
+            for head in range(3):
+                of = (lambda x, head=head: x[:, head]) if name == "query" else (lambda x, head=head: x[head])
+                results.append((of(ours), update(of(x), of(g))))
+    return results
+
+
 RECIPES = [
     absorbed_mla, block_sparse_attention, differential_attention, forgetting_attention, gated_attention, int8_cache,
-    lora, meanflow_jvp, packed_documents, qk_norm_and_qk_clip, shared_prefix, sigmoid_attention,
+    lora, meanflow_jvp, muon, packed_documents, qk_norm_and_qk_clip, shared_prefix, sigmoid_attention,
     sliding_window_with_sinks, slot_attention, softmax_off_by_one,
 ]  # fmt: skip
 

@@ -41,7 +41,7 @@ CONTENTS = {
         "accelerators",
     ],
     "looking-inside": ["report", "survey", "circuits"],
-    "recipes/index": ["recipes/*", "answers"],
+    "recipes/index": ["recipes/*", "answers", "ground"],
     "experiments": ["published", "reports"],
     "benchmarks": ["results/*/*"],
     "reference": [*(f"reference/{module}" for module in MODULES), "architecture", "extending", "project/*"],
