@@ -62,7 +62,7 @@ def roles(
         scores: for each pattern, an array with an entry for each head; all of one shape.
         null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
             for patterns of tokens, those of the trained model with shuffled tokens. At least ``patterns / level - 1``
-            scores of each: 19 for one pattern at a level of .05, 39 for two, 59 for three. An untrained model of L
+            scores of each: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An untrained model of L
             layers with N heads has ``L * N``; a small one takes several random keys.
         level: the accepted share of heads that get a label without having a role.
         baseline: for each pattern, what is usual, of any shape: the scores of the same model's heads on shuffled
