@@ -33,7 +33,9 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 def gemma2(options: Mapping[str, Any]) -> Config:
     """The sizes in a Gemma 2's config."""
     if missing := [key for key in _CAPS if key not in options]:
-        raise ValueError(f"the config of a gemma2 has no {', '.join(missing)}; null means none")
+        raise ValueError(
+            f"config.json of this gemma2 lacks {', '.join(missing)}; set it to null if the model does not use it"
+        )
     refuse_others(options, *_READ)
     position = of_whole_heads(rotary(options))
     return dataclasses.replace(_gemma(options, pattern=2), position=position)

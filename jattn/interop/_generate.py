@@ -106,7 +106,7 @@ def stream(
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     temperature = float(temperature)
     if not temperature >= 0 or not np.isfinite(temperature):
-        raise ValueError(f"temperature must be a finite number from 0 on, got {temperature}")
+        raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
     top_k = None if top_k is None else operator.index(top_k)
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")

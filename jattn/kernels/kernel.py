@@ -127,7 +127,7 @@ class Kernel:
         return (T * S >= MIN_PAIRS or scores >= MIN_SCORES) and min(T, S) >= FEW
 
     def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
-        """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""
+        """More reasons to refuse a call, as (condition, reason); the first that applies is reported."""
         return ()
 
     def refusal_at_lowering(self, call: Call) -> str | None:

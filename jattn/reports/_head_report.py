@@ -169,7 +169,7 @@ def report(
             raise ValueError(f"columns has {name!r}, which is a statistic of the page; give it another name")
         numbers[str(name)] = _flat(f"columns[{name!r}]", values, counts).astype(np.float64)
     drawn = len(next(array for array in (looked.weights, looked.top) if array is not None))
-    notes = [f"Drawn are the first {drawn} of {B} sequences; the numbers are of all."] if drawn < B else []
+    notes = [f"Only the first {drawn} of {B} sequences are drawn; the numbers cover all {B}."] if drawn < B else []
     judged = "Roles are judged against heads that cannot have them (jattn.heads.roles)." if nulls else ""
     others = _reports("compare", compare)
     note = " ".join([*notes, judged]).strip()

@@ -431,7 +431,7 @@ def test_caps_must_be_said_and_may_be_none():
     config = CONFIGS["gemma2"] | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     assert interop.read_config(config).score_cap is interop.read_config(config).logit_cap is None
     del config["attn_logit_softcapping"]
-    with pytest.raises(ValueError, match="no attn_logit_softcapping; null means none"):
+    with pytest.raises(ValueError, match="lacks attn_logit_softcapping; set it to null"):
         interop.read_config(config)
 
 

@@ -527,7 +527,7 @@ def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
     layers = qk(T=9, S=9)
     report = jattn.report(layers, [[f"w{i}" for i in range(9)]] * B, is_causal=True)
     assert len(embedded(report.html)["views"]) == len(report.queries) == 1
-    assert "Drawn are the first 1 of 2 sequences; the numbers are of all." in report.html
+    assert "Only the first 1 of 2 sequences are drawn; the numbers cover all 2." in report.html
     q, k = layers["layer 0"]
     expected = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
     np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(expected).mean(0), rtol=1e-5)

@@ -110,7 +110,7 @@ class Suite:
                     progress.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
                 progress.advance(task)
         if left:
-            print(f"The time is over: {left} of {len(jobs)} steps are left. --resume continues with them.")
+            print(f"Time limit reached; {left} of {len(jobs)} steps remain. Continue with --resume.")
         self.write(results, out)
         return results
 
