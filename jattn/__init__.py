@@ -8,8 +8,6 @@ The axes, in every docstring and annotation::
 
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples take
 ``import jax``, ``import jax.numpy as jnp``, ``import numpy as np`` and ``import jattn`` as given.
-
-docs/architecture.md lists the files that a call passes through, in order.
 """
 
 import importlib

@@ -67,7 +67,9 @@ def dot_product_attention(
         force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones;
             with these, Flax's function runs, which takes no ``extras``.
-        others: as in Flax.
+        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of weights, the same for all of a batch or
+            not; its key; its rate; none at all.
+        dtype, precision: of what is computed (None: that of the arguments); of products, as in ``jax.lax.dot_general``.
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
@@ -154,7 +156,9 @@ class MultiHeadDotProductAttention(nn.Module):
 
     ``query/key/value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
     ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
-    docs/flax.md lists the intended differences.
+
+    A query that sees nothing gets 0, where Flax has the mean of the values; a call with ``decode`` may hold several
+    tokens.
 
     Attributes:
         num_heads: N, the number of query heads.
@@ -168,7 +172,12 @@ class MultiHeadDotProductAttention(nn.Module):
         sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        others: as in Flax. Any other ``attention_fn`` gets Flax's keywords.
+        dtype, param_dtype: of what is computed (None: that of inputs and parameters), and of parameters.
+        dropout_rate, broadcast_dropout, deterministic: dropout of weights; the same for all of a batch; none.
+        precision: of products, as ``jax.lax.dot_general`` takes it.
+        kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: initial parameters; whether there are biases.
+        attention_fn: another function in jattn's place; it gets Flax's keywords.
+        all else: as Flax's module of this name has it.
 
     Raises:
         ValueError: at a call, a number of features or heads does not divide as required.
@@ -239,15 +248,20 @@ class MultiHeadDotProductAttention(nn.Module):
         replaces that rule.
 
         Args:
-            inputs_q, inputs_k, inputs_v, inputs_kv: as in Flax: k defaults to q, v to k; ``inputs_kv`` is both.
+            inputs_q, inputs_k, inputs_v: inputs of queries, keys, values; k defaults to q, v to k.
+            inputs_kv: the input of both keys and values; deprecated, as in Flax.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            deterministic, dropout_rng: as in Flax.
+            deterministic, dropout_rng: no dropout; its key, instead of the module's.
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
             is_causal: a token sees itself and earlier ones.
             input_positions: integers ``[T]`` or ``[..., T]``, for ``position``, instead of ``arange``, such as those of
                 packed documents, which start again. As in Flax, masks, score functions and dropout see slots. If there
                 are not as many keys as queries, they are the queries', also for masks.
-            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists, with their shapes.
+            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
+            head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
+            frozen: queries and keys, a pair, whose weights replace this call's.
+            patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the attribute.
             scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The

@@ -102,7 +102,7 @@ def attend_heads(
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
-            without queries, then attend without keys (docs/flax.md). To a sharded cache each device attends in place,
+            without queries, then attend without keys. To a sharded cache each device attends in place,
             with the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
         valid: bool ``[B,S]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a

@@ -57,7 +57,9 @@ def dot_product_attention(
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
         sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
-        others: as in Flax.
+        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of weights, the same for all of a batch or
+            not; its key; its rate; none at all.
+        dtype, precision: of what is computed (None: that of the arguments); of products, as in ``jax.lax.dot_general``.
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
@@ -121,7 +123,9 @@ class MultiHeadAttention(nnx.Module):
 
     ``query/key/value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
     ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
-    docs/flax.md lists the intended differences.
+
+    A query that sees nothing gets 0, where Flax has the mean of the values; a call with ``decode`` may hold several
+    tokens.
 
     Args:
         num_heads: N, the number of query heads.
@@ -137,7 +141,12 @@ class MultiHeadAttention(nnx.Module):
         sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        others: as in Flax. Any other ``attention_fn`` gets Flax's keywords.
+        dtype, param_dtype: of what is computed (None: that of inputs and parameters), and of parameters.
+        dropout_rate, broadcast_dropout, deterministic: dropout of weights; the same for all of a batch; none.
+        precision: of products, as ``jax.lax.dot_general`` takes it.
+        kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: initial parameters; whether there are biases.
+        attention_fn: another function in jattn's place; it gets Flax's keywords.
+        all else: as Flax's module of this name has it.
 
     Raises:
         ValueError: a number of features or heads does not divide as required.
@@ -274,9 +283,10 @@ class MultiHeadAttention(nnx.Module):
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
         Args:
-            inputs_q, inputs_k, inputs_v: as in Flax: k defaults to q, v to k.
+            inputs_q, inputs_k, inputs_v: inputs of queries, keys, values; k defaults to q, v to k.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            deterministic, rngs, out_sharding, qkv_sharding: as in Flax.
+            deterministic, rngs: no dropout; the keys of dropout.
+            out_sharding, qkv_sharding: of the output, and of query, key and value, on an explicit mesh.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
             decode: append the T tokens of the input to the module's own cache (``init_cache``). Without a mask, or with
                 a mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of
@@ -285,7 +295,11 @@ class MultiHeadAttention(nnx.Module):
             input_positions: integers ``[T]`` or ``[..., T]``, for ``position``, instead of ``arange``, such as those of
                 packed documents, which start again. As in Flax, masks, score functions and dropout see slots. If there
                 are not as many keys as queries, they are the queries', also for masks.
-            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists, with their shapes.
+            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
+            head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
+            frozen: queries and keys, a pair, whose weights replace this call's.
+            patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the constructor's.
             scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The

@@ -188,8 +188,8 @@ def ring_attention(
 
     Keys and values rotate around the ring of devices. Blocks that the mask empties are skipped, and with static masks
     and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), in the backward pass, too.
-    Keys travel while the device computes, in their own dtype. ``docs/scale.md`` describes the traffic and when
-    computation hides it.
+    Keys travel while the device computes, in their own dtype. Computation hides the traffic where a hop's
+    attention takes longer than its keys travel.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
