@@ -66,7 +66,7 @@ experiments: $(VENV)/.installed-test
 replications: experiments
 	@for config in configs/*.yaml; do \
 		name=$$(basename $$config .yaml); \
-		case $$name in minilm_heads|smollm2|long_heads|gemma3_heads|recall_8192) continue ;; esac; \
+		case $$name in minilm_heads|smollm2|circuits|long_heads|gemma3_heads|recall_8192) continue ;; esac; \
 		if test -f runs/$$name/replication/findings.json; then echo "== $$name: replicated"; continue; fi; \
 		echo "== $$name, ten more seeds"; $(python) -m jattn_experiments run --config $$config --replicate 10 $(ARGS) || exit 1; \
 	done

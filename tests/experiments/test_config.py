@@ -206,7 +206,7 @@ def test_an_experiment_is_named_or_a_file(capsys, tmp_path):
         assert (loaded.config.name, loaded.config.train.steps, str(loaded.out)) == ("copy", 70, "runs/copy"), words
     with pytest.raises(SystemExit):
         config.load(["cpy"])
-    assert re.match(r"error: config: expected a YAML file or one of copy, .*, got 'cpy'\n$", capsys.readouterr().err)
+    assert re.match(r"error: config: expected a YAML file or one of circuits, copy, .*, got 'cpy'\n$", capsys.readouterr().err)
     with pytest.raises(SystemExit):
         config.load([str(tmp_path / "none.yaml")])
     assert "none.yaml" in capsys.readouterr().err
@@ -281,6 +281,7 @@ def test_what_a_run_does_is_told_by_its_config():
     assert kinds.pop("minilm_heads") is config.Kind.SENTENCE_ENCODER
     assert kinds.pop("smollm2") is config.Kind.LANGUAGE_MODEL
     assert kinds.pop("long_heads") is kinds.pop("gemma3_heads") is config.Kind.LONG_TEXTS
+    assert kinds.pop("circuits") is config.Kind.CIRCUITS
     assert set(kinds.values()) == {config.Kind.TRAINING}
 
 
