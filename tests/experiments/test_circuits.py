@@ -10,10 +10,10 @@ import pytest
 
 from jattn.circuits import EdgeScores, Graph
 from jattn_experiments import config as configs
-from jattn_experiments import optimizers, train
+from jattn_experiments import optimizers, toy_circuits, train
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Circuits, Claim, Config, LanguageModel
-from jattn_experiments.measure import circuit_tasks, circuits, toy_circuits
+from jattn_experiments.measure import circuit_tasks, circuits
 from jattn_experiments.run import prepared
 
 FIRST = "<|endoftext|>"

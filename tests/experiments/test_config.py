@@ -206,7 +206,9 @@ def test_an_experiment_is_named_or_a_file(capsys, tmp_path):
         assert (loaded.config.name, loaded.config.train.steps, str(loaded.out)) == ("copy", 70, "runs/copy"), words
     with pytest.raises(SystemExit):
         config.load(["cpy"])
-    assert re.match(r"error: config: expected a YAML file or one of circuits, copy, .*, got 'cpy'\n$", capsys.readouterr().err)
+    assert re.match(
+        r"error: config: expected a YAML file or one of circuits, copy, .*, got 'cpy'\n$", capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         config.load([str(tmp_path / "none.yaml")])
     assert "none.yaml" in capsys.readouterr().err

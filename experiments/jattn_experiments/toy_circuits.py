@@ -1,6 +1,6 @@
 """The circuits of the toys of induction.yaml and hop.yaml, trained: are they those that the claims name?
 
-``python -m jattn_experiments.measure.toy_circuits RUN --out RESULTS`` takes the folder of a finished run. It scores
+``python -m jattn_experiments.toy_circuits RUN --out RESULTS`` takes the folder of a finished run. It scores
 every edge of each seed's model exactly, on one half of the pairs of sequences, runs the circuits on the other half, and
 writes ``RESULTS/NAME.json`` and a table.
 """
