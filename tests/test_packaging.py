@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names of distributions, where they differ.
 MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes"}
 # Optional: the code that needs one says how to install it.
-OPTIONAL = {"torch", "tokamax", "transformers"}
+OPTIONAL = {"circuitkit", "torch", "tokamax", "transformer_lens", "transformers"}
 
 
 def names(requirements):

@@ -90,7 +90,7 @@ def test_after_the_last_second_nothing_is_asked(tmp_path, capsys):
     # what the run's end cut off is no result; what a limit cut off is one
     assert Asking(sizes_of(minutes=0.01, limit=5.0))([{"ask": "right", "kernel": "hang", "case": "a"}]) is None
     results = SUITE.measure(sizes_of("good", minutes=0.0), tmp_path)
-    assert results.rows == [] and "steps are left. --resume continues" in capsys.readouterr().out
+    assert results.rows == [] and "steps remain. Continue with --resume" in capsys.readouterr().out
     results = SUITE.measure(sizes_of("good", parts=("bits",)), tmp_path, resume=True)
     assert [row.part for row in results.rows] == ["bits"] and "left" not in capsys.readouterr().out
 
@@ -222,7 +222,7 @@ def test_kernels_are_found_in_the_folder_of_the_call_or_refused_in_one_line(caps
     monkeypatch.chdir(tmp_path)
     options = ["--kernels", "mine:Mine", "--minutes", "0.001", "--out", str(tmp_path / "out")]
     assert main(["bench", "--suite", "chip", *options]) == 0
-    assert "steps are left. --resume continues" in capsys.readouterr().out
+    assert "steps remain. Continue with --resume" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
     (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
     (["x", "--model", "nowhere"], "--model: expected smollm2, gemma3, a GGUF file or a folder of a saved model, got 'nowhere'"),
     (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
-    (["abc", "--temperature", "-1"], "temperature must be a finite number"),
+    (["abc", "--temperature", "-1"], "temperature must be finite and at least 0"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(tiny, options, message, capsys):
     words = options if "--model" in options or len(options) < 2 or options[0] != "abc" else [*options, "--model", tiny]
