@@ -548,3 +548,16 @@ def test_outside_sinks_of_ejkernel():
     weights = np.exp(scores) / (np.exp(scores).sum(-1, keepdims=True) + np.exp(sinks.astype(np.float64)).sum())
     out = flash(*map(jnp.asarray, arrays), softmax_aux=jnp.asarray(sinks), causal=True)
     np.testing.assert_allclose(out, np.einsum("bnts,bsnd->btnd", weights, arrays[2]), atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_experiments_run")
+def test_equal_logits_in_bfloat16_are_drawn_evenly():
+    """``jax.random.categorical`` of bfloat16 draws only the first ones; ``interop.generate`` draws in float32."""
+    sizes = {"num_layers": 1, "num_heads": 1, "model_dim": 2, "mlp_dim": 2, "vocabulary": 50_000, "max_length": 4}
+    config_of_zeros = interop.Config("zeros", **sizes, norm_epsilon=1e-5, activation="relu")
+    model = interop.Transformer(config_of_zeros, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: jnp.zeros_like(x, jnp.bfloat16), nnx.state(model)))
+    drawn_tokens = np.asarray(interop.generate(model, [[1]] * 200, 1, temperature=1.0, key=jax.random.key(0)))[:, -1]
+    assert drawn_tokens.max() > 45_000 and abs(drawn_tokens.mean() - 25_000) < 5_000
+    logits = jnp.zeros((200, 50_000), jnp.bfloat16)
+    assert jax.random.categorical(jax.random.key(0), logits).max() < 5_000  # else the page is to be corrected

@@ -190,7 +190,7 @@ def _advance(
     last = tokens.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
     at_last = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
     hidden = jnp.where(valid.any(1)[:, None], at_last.astype(hidden.dtype), hidden)
-    logits = model.logits(hidden).astype(jnp.float32)
+    logits = model.logits(hidden).astype(jnp.float32)  # of bfloat16, JAX draws only the first of equal ones
     if not drawn:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), hidden, cache
     temperature, mass = numbers

@@ -13,7 +13,7 @@ from jattn_experiments import config as configs
 from jattn_experiments import optimizers, toy_circuits, train
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Circuits, Claim, Config, LanguageModel
-from jattn_experiments.measure import circuit_tasks, circuits
+from jattn_experiments.measure import circuit_metrics, circuit_tasks, circuits
 from jattn_experiments.run import prepared
 
 FIRST = "<|endoftext|>"
@@ -100,7 +100,9 @@ def test_metrics_are_those_that_claims_can_name(config):
     kept |= {"clean": np.array([2.0, -1.0]), "corrupt": np.array([-2.0, -3.0])}
     nodes = {"kept": np.array([0.25, 0.5])}
     measured = {
-        "tasks": {task: {"kept": kept, "nodes": nodes, "scores": {"scores": to_keys}} for task in circuits.TASKS},
+        "tasks": {
+            task: {"kept": kept, "nodes": nodes, "scores": {"scores": to_keys}} for task in circuit_metrics.TASKS
+        },
         "lengths": {
             16: [{"scores": scores}, {"scores": scores}],
             24: [{"scores": without_two}, {"scores": -scores}],
@@ -108,8 +110,10 @@ def test_metrics_are_those_that_claims_can_name(config):
         "carried": {16: {"kept": np.array([0.8, 0.6])}, 24: {"kept": np.array([0.3, 0.6])}},
     }
     looked = {"previous_token": np.arange(6.0).reshape(2, 3), "induction": 10 + np.arange(6.0).reshape(2, 3)}
-    metrics = {name: measure.values[0] for name, measure in circuits.metrics_of(config, measured, looked).items()}
-    assert sorted(metrics) == sorted(circuits.names(config))
+    metrics = {
+        name: measure.values[0] for name, measure in circuit_metrics.metrics_of(config, measured, looked).items()
+    }
+    assert sorted(metrics) == sorted(circuit_metrics.names(config))
     assert metrics["gap/names"] == 3.0 and metrics["right/names"] == 0.75
     assert metrics["over/copying/5"] == 0.25 and metrics["carries/24"] == 0.5 and metrics["carried/24/16"] == 0.3
     assert metrics["key/previous_token"] == 1.0 and metrics["key/induction"] == 15.0  # of head 0.1, and 1.2
@@ -150,7 +154,7 @@ def test_a_run_writes_its_pages_and_resumes_from_its_parts(config, tmp_path, as_
         "claims: [{name: kept, statement: All., metric: kept/copying/5, needed: 1, at_least: 2.0}]\n"
     )
     assert main(["run", str(file), "--out", str(out)]) == 0
-    pages = [out / f"circuit-{task}.html" for task in circuits.TASKS]
+    pages = [out / f"circuit-{task}.html" for task in circuit_metrics.TASKS]
     assert all("<svg" in page.read_text() for page in pages) and (out / "report.html").exists()
     before = (out / "claims.json").read_bytes()
     kept = sorted((out / "parts").glob("*.npz"))

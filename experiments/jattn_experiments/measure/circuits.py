@@ -20,22 +20,30 @@ from rich.progress import Progress
 
 import jattn
 from jattn import interop
-from jattn.circuits import EdgeScores, Faithfulness, Graph, circuit_report, edge_attribution, faithfulness, run_circuit
+from jattn.circuits import EdgeScores, Faithfulness, circuit_report, edge_attribution, faithfulness, run_circuit
 from jattn_experiments import head_scores
 from jattn_experiments.batches import Rule
 from jattn_experiments.config import Config
 from jattn_experiments.config.rules import follow
-from jattn_experiments.measure import circuit_tasks, evaluate, language_metrics, language_model, saved_model, sequences
+from jattn_experiments.measure import (
+    circuit_metrics,
+    circuit_tasks,
+    evaluate,
+    language_metrics,
+    language_model,
+    saved_model,
+    sequences,
+)
+from jattn_experiments.measure.circuit_metrics import TASKS
 from jattn_experiments.measure.circuit_tasks import Pairs, difference
 from jattn_experiments.measure.head_groups import one_off
 from jattn_experiments.measure.kept_parts import KeptParts, Part
-from jattn_experiments.measure.language_metrics import PATTERNS, Measure
+from jattn_experiments.measure.language_metrics import PATTERNS
 from jattn_experiments.measure.saved_model import Model, pair
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
 
-TASKS = ("copying", "names", "capitals")
 TOKENS = 2048  # of the pairs of one length, at most: two pairs of the longest, so that a run takes less than an hour
 PICTURED = 4  # texts whose patterns a circuit's page shows
 OFF = 2  # pairs on which single heads are switched off
@@ -59,7 +67,7 @@ def check(config: Config) -> None:
     sections = ("pretrained", "task", "model", "train", "evaluate", "long", "controls", "sweep", "mesh")
     saved_model.refuse(config, sections, "nothing is trained for circuits")
     follow(config, _rules(config))
-    known = names(config)
+    known = circuit_metrics.names(config)
     for claim in config.claims:
         saved_model.check_claim(claim, known)
     tokenizer = interop.tokenizer(language_model.check_file(config, "circuits"))
@@ -76,21 +84,6 @@ def _rules(config: Config) -> Iterator[Rule]:
     yield "circuits.compared", options.compared in options.sizes, f"one of circuits.sizes={options.sizes}"
     enough = bool(options.lengths) and min(options.lengths) >= 16
     yield "circuits.lengths", enough and sorted(set(options.lengths)) == options.lengths, "numbers from 16 on, rising"
-
-
-def names(config: Config) -> list[str]:
-    """The metrics that claims can name."""
-    options = config.circuits
-    of_tasks = [f"{what}/{task}" for task in TASKS for what in ("gap", "right")]
-    of_sizes = [
-        f"{what}/{task}/{size}"
-        for what in ("kept", "nodes", "over", "left")
-        for task in TASKS
-        for size in options.sizes
-    ]
-    of_lengths = [f"{what}/{length}" for length in options.lengths[1:] for what in ("same", "carries")]
-    carried = [f"carried/{judged}/{chosen}" for judged in options.lengths for chosen in options.lengths]
-    return [*of_tasks, *of_sizes, "key/previous_token", "key/induction", *of_lengths, *carried]
 
 
 def draw(config: Config, tokenizer: Any, vocabulary: int) -> Drawn:
@@ -138,7 +131,7 @@ def run(config: Config, out: Path) -> Findings:
         measured = _measured(config, whole, pairs, parts)
         measured["off"] = parts.part("each head off", _each_off, model, pairs)
     _write_pages(config, whole, tokenizer, pairs, measured, out)
-    metrics = metrics_of(config, measured, looked)
+    metrics = circuit_metrics.metrics_of(config, measured, looked)
     twin = twins[0]
     return saved_model.findings(
         config,
@@ -155,8 +148,8 @@ def run(config: Config, out: Path) -> Findings:
         accuracy=measured["off"]["whole"][None],
         ablated=measured["off"]["each"][None],
         heads=evaluate.head_rows([config.language.seed], language_model.roles_of(looked, twins)),
-        curves=_curves(config, measured),
-        grids=_grids(config, measured),
+        curves=circuit_metrics.curves(config, measured),
+        grids=circuit_metrics.grids(config, measured),
         controls=language_metrics.controls(config, metrics),
         claims=[language_metrics.verdict(claim, config, metrics) for claim in config.claims],
     )
@@ -258,89 +251,6 @@ def _each_off(model: Model, pairs: Drawn) -> Part:
     of = lambda gates: [float(right(model.state, one, jnp.asarray(gates, jnp.float32))) for one in few]
     each = np.array([of(gates) for gates in one_off(model.shape)])
     return {"whole": np.array(of(np.ones(model.shape))), "each": each.reshape(*model.shape, len(few))}
-
-
-def metrics_of(config: Config, measured: dict[str, Any], looked: dict[str, Any]) -> dict[str, Measure]:
-    """All of ``names``, from what was measured."""
-    options, metrics = config.circuits, {}
-    for task, one in measured["tasks"].items():
-        kept, nodes = one["kept"], one["nodes"]
-        metrics[f"gap/{task}"] = Measure([float((kept["clean"] - kept["corrupt"]).mean())])
-        right = np.concatenate([kept["clean"] > 0, kept["corrupt"] < 0])
-        metrics[f"right/{task}"] = Measure([float(right.mean())], [0.5], "chance")
-        for i, size in enumerate(sorted(options.sizes)):
-            random = [float(kept["random"][i])]
-            metrics[f"kept/{task}/{size}"] = Measure([float(kept["kept"][i])], random, "random edges")
-            metrics[f"nodes/{task}/{size}"] = Measure([float(nodes["kept"][i])], random, "random edges")
-            over = float(kept["kept"][i] - nodes["kept"][i])
-            metrics[f"over/{task}/{size}"] = Measure([over])
-            metrics[f"left/{task}/{size}"] = Measure([float(kept["left"][i])])
-    previous, induction = _strongest_key(measured["tasks"]["copying"]["scores"]["scores"], looked)
-    metrics["key/previous_token"] = Measure([previous], [float(looked["previous_token"].mean())], "all heads")
-    metrics["key/induction"] = Measure([induction], [float(looked["induction"].mean())], "all heads")
-    common = _in_common(config, measured)
-    for at, length in enumerate(options.lengths[1:], 1):
-        metrics[f"same/{length}"] = Measure([float(common[at, 0] / common[at, at]) if common[at, at] else np.nan])
-        kept = measured["carried"][length]["kept"]
-        metrics[f"carries/{length}"] = Measure([float(kept[0] / kept[at])])
-    for judged, one in measured["carried"].items():
-        for chosen, kept in zip(options.lengths, one["kept"], strict=True):
-            metrics[f"carried/{judged}/{chosen}"] = Measure([float(kept)])
-    return metrics
-
-
-def _strongest_key(scores: np.ndarray, looked: dict[str, Any]) -> tuple[float, float]:
-    """Of the strongest edge from a head into a key: the writer's previous-token score, the reader's induction score.
-
-    The reader is the one of the heads that share the key with the largest.
-    """
-    layers, heads = looked["induction"].shape
-    per_layer = (len(scores) - 1) // layers
-    kv_heads = (per_layer - 1 - heads) // 2
-    graph = Graph(layers, heads, kv_heads)
-    keys = [at for at, name in enumerate(graph.readers) if name.startswith("key")]
-    writers = [at for at, name in enumerate(graph.writers) if name.startswith("head")]
-    strength = np.abs(scores[np.ix_(keys, writers)])
-    key, writer = np.unravel_index(strength.argmax(), strength.shape)
-    readers = [divmod(at - 1, heads + 1) for at in graph.heads_of(keys[int(key)]).tolist()]
-    return float(looked["previous_token"].ravel()[writer]), max(float(looked["induction"][at]) for at in readers)
-
-
-def _in_common(config: Config, measured: dict[str, Any]) -> np.ndarray:
-    """``[J,C]``: the share of the largest edges on judged pairs of one length that are so on chosen ones of another."""
-    count, each = config.circuits.compared, [measured["lengths"][length] for length in config.circuits.lengths]
-    largest = [
-        [set(np.argsort(-np.abs(half["scores"]), axis=None, kind="stable")[:count].tolist()) for half in halves]
-        for halves in each
-    ]
-    return np.array([[len(judged & chosen) / count for chosen, _ in largest] for _, judged in largest])
-
-
-def _curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    sizes = sorted(config.circuits.sizes)
-
-    def line(values: np.ndarray) -> list[list[float]]:
-        return [[float(size), float(value)] for size, value in zip(sizes, values, strict=True)]
-
-    return {
-        f"share kept over edges, {task}": {
-            "circuit": line(one["kept"]["kept"]),
-            "heads and MLPs": line(one["nodes"]["kept"]),
-            "random": line(one["kept"]["random"]),
-            "all but the circuit": line(one["kept"]["left"]),
-        }
-        for task, one in measured["tasks"].items()
-    }
-
-
-def _grids(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    lengths = config.circuits.lengths
-    named = {"rows": [f"judged at {n}" for n in lengths], "columns": [f"chosen at {n}" for n in lengths]}
-    kept = [np.clip(measured["carried"][n]["kept"], 0, 1).tolist() for n in lengths]
-    return {
-        "share kept of copying": {**named, "values": kept},
-        "edges in common, of other texts": {**named, "values": _in_common(config, measured).tolist()},
-    }
 
 
 def _write_pages(
