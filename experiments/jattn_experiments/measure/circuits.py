@@ -21,7 +21,6 @@ from rich.progress import Progress
 import jattn
 from jattn import interop
 from jattn.circuits import EdgeScores, Faithfulness, circuit_report, edge_attribution, faithfulness, run_circuit
-from jattn_experiments import head_scores
 from jattn_experiments.batches import Rule
 from jattn_experiments.config import Config
 from jattn_experiments.config.rules import follow
@@ -38,8 +37,7 @@ from jattn_experiments.measure.circuit_metrics import TASKS
 from jattn_experiments.measure.circuit_tasks import Pairs, difference
 from jattn_experiments.measure.head_groups import one_off
 from jattn_experiments.measure.kept_parts import KeptParts, Part
-from jattn_experiments.measure.language_metrics import PATTERNS
-from jattn_experiments.measure.saved_model import Model, pair
+from jattn_experiments.measure.saved_model import Model
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
@@ -132,19 +130,12 @@ def run(config: Config, out: Path) -> Findings:
         measured["off"] = parts.part("each head off", _each_off, model, pairs)
     _write_pages(config, whole, tokenizer, pairs, measured, out)
     metrics = circuit_metrics.metrics_of(config, measured, looked)
-    twin = twins[0]
     return saved_model.findings(
         config,
         time.monotonic() - started,
         seeds=[config.language.seed],
         places=list(TASKS),
-        tokens=data.words,
-        scores=pair(twin, looked, (*PATTERNS, "max_weight", "entropy")),
-        statistics=pair(twin, looked, head_scores.ALL),
-        offsets=np.arange(1 - data.short.shape[1], data.short.shape[1]),
-        example_weights=np.stack([twin["example_weights"], looked["example_weights"]]),
-        mean_weights=np.stack([twin["mean_weights"], looked["mean_weights"]]),
-        **pair(twin, looked, ("offset_profile", "divergence", "noise")),
+        **language_model.of_heads(twins[0], looked, data),
         accuracy=measured["off"]["whole"][None],
         ablated=measured["off"]["each"][None],
         heads=evaluate.head_rows([config.language.seed], language_model.roles_of(looked, twins)),

@@ -86,13 +86,7 @@ def run(config: Config, out: Path) -> Findings:
         time.monotonic() - started,
         seeds=[options.seed],
         places=list(PLACES),
-        tokens=data.words,
-        scores=pair(twin, looked, (*PATTERNS, "max_weight", "entropy")),
-        statistics=pair(twin, looked, head_scores.ALL),
-        offsets=np.arange(1 - data.short.shape[1], data.short.shape[1]),
-        example_weights=np.stack([twin["example_weights"], looked["example_weights"]]),
-        mean_weights=np.stack([twin["mean_weights"], looked["mean_weights"]]),
-        **pair(twin, looked, ("offset_profile", "divergence", "noise")),
+        **of_heads(twin, looked, data),
         accuracy=accuracy[None],
         ablated=np.stack(each).reshape(1, *model.shape, -1),
         groups=off,
@@ -101,6 +95,19 @@ def run(config: Config, out: Path) -> Findings:
         controls=language_metrics.controls(config, metrics),
         claims=[language_metrics.verdict(claim, config, metrics) for claim in config.claims],
     )
+
+
+def of_heads(twin: dict[str, Any], looked: dict[str, Any], data: Sequences) -> dict[str, Any]:
+    """The findings that ``look_at`` has of every head, of the twin and of the model."""
+    return {
+        "tokens": data.words,
+        "scores": pair(twin, looked, (*PATTERNS, "max_weight", "entropy")),
+        "statistics": pair(twin, looked, head_scores.ALL),
+        "offsets": np.arange(1 - data.short.shape[1], data.short.shape[1]),
+        "example_weights": np.stack([twin["example_weights"], looked["example_weights"]]),
+        "mean_weights": np.stack([twin["mean_weights"], looked["mean_weights"]]),
+        **pair(twin, looked, ("offset_profile", "divergence", "noise")),
+    }
 
 
 def refuse_other_paths(name: str, config: interop.Config) -> None:
