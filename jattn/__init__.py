@@ -1,13 +1,13 @@
-"""jattn: attention you can look inside, at any length, on any device, without changing a bit of its output.
+"""Multi-head attention for JAX, with access to every head that leaves the output bit-identical.
 
-The axes, in every docstring and annotation::
+Docstrings and annotations use these letters for axes::
 
     B batch            T query length     S key/value length
     N query heads      K kv heads         G = N/K query heads share a kv head
     H query/key dim    D value dim        M model dim
 
-Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples take
-``import jax``, ``import jax.numpy as jnp``, ``import numpy as np`` and ``import jattn`` as given.
+Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples assume
+``import jax``, ``import jax.numpy as jnp``, ``import numpy as np`` and ``import jattn``.
 """
 
 import importlib
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jattn.multi_head import init_multi_head, multi_head_attention
     from jattn.reports import report, survey
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "KVCache",

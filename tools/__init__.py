@@ -1,1 +1,1 @@
-"""What reads compilers' output, and benchmarks for those who work on jattn; outside of the wheel. See README.md."""
+"""Tools that read compilers' output, and benchmarks for developers; not part of the wheel. See README.md."""

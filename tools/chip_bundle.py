@@ -1,7 +1,7 @@
 """Makes an archive that runs the chip suite on a machine without a network: ``make on-chip-bundle``.
 
-It holds wheels of all that jattn and the suite need for one Python and platform, except JAX and what JAX needs itself,
-which a machine with an accelerator has; jattn's source; and ``run.sh``, the command.
+It holds jattn's source, the command ``run.sh``, and wheels of all requirements for one Python and platform. JAX and
+its own requirements are left out, because a machine with an accelerator already has them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).parents[1]
-# JAX and its own requirements: the machine has them, in versions that fit its accelerator.
+# JAX and its own requirements: the machine already has versions that fit its accelerator.
 WITH_JAX = {"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum"}
 SOURCE = (
     "jattn",
@@ -42,7 +42,7 @@ cd "$(dirname "$0")"
 with_jax=$("$python" -c 'import jax, pathlib; print(pathlib.Path(jax.__file__).parents[1])') ||
     { echo "'$python' has no JAX: pass the Python that has one" >&2; exit 1; }
 [ -d environment ] || "$python" -m venv environment
-# What that Python has comes after the wheels here.
+# That Python's packages come after the wheels here.
 echo "$with_jax" > "$(environment/bin/python -c 'import site; print(site.getsitepackages()[0])')/with_jax.pth"
 environment/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps wheels/*.whl
 cd source
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the archive."""
     parser = argparse.ArgumentParser(prog="make on-chip-bundle", description=main.__doc__)
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser.add_argument("--python", default=here, help="version of the Python there, as 3.12")
-    parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="of its wheels")
+    parser.add_argument("--python", default=here, help="Python version of the other machine, such as 3.12")
+    parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="platform of the other machine's wheels")
     parser.add_argument("--out", type=Path, default=Path(f"build/{NAME}.tar.gz"), help="the archive")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -96,19 +96,19 @@ def download(python: str, platform: str, to: Path) -> None:
 
 
 def platforms(platform: str) -> list[str]:
-    """A platform and the older ones whose wheels run there."""
+    """A platform, and the older platforms whose wheels it also runs."""
     match = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
     return [f"manylinux_2_{minor}_{match[2]}" for minor in range(int(match[1]), 4, -1)] if match else [platform]
 
 
 def requirements(python: str) -> list[str]:
-    """What jattn and its extra ``experiments`` require there."""
+    """The requirements of jattn and its extra ``experiments`` on the other machine."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     return for_python(python, [*project["dependencies"], *project["optional-dependencies"]["experiments"]])
 
 
 def for_python(python: str, lines: Sequence[str]) -> list[str]:
-    """Those that hold for that version; pip would evaluate their markers for the one that runs it."""
+    """The requirements for that Python version; pip would evaluate markers for the Python that runs it."""
     every = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
     there = {"python_version": python, "python_full_version": f"{python}.0"}
     return [str(one).partition(";")[0] for one in every if one.marker is None or one.marker.evaluate(there)]

@@ -1,8 +1,8 @@
-"""Compiles attention for TPUs and GPUs that are not there.
+"""Compiles attention for TPUs and GPUs that this machine does not have.
 
-In ``ENVIRONMENT``, ``python -m tools.chip_compiler`` reads cells from stdin, one JSON object a line,
-and answers each with one line: what came of it. It is a process of its own because compilers read their environment
-when they are loaded, and one that aborts takes its process along. Nothing is executed.
+In ``ENVIRONMENT``, ``python -m tools.chip_compiler`` reads cells from stdin, one JSON object per line, and answers each
+with one line: the outcome. It is a separate process because compilers read their environment when they are loaded, and
+because a compiler that aborts ends its process. Nothing is executed.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jattn_experiments.bench.problems import CAP, WINDOW
 from jattn_experiments.bench.worker import Worker, serve
 from tools.hlo import ARRAY, KERNEL
 
-# Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
+# Without a TPU, libtpu must not ask the cloud for one, and must allow other processes to load it as well.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -39,9 +39,9 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }
-# The smallest that there are.
+# The smallest topologies.
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
-# What XLA must know of a GPU. These limits are the same for compute capability 9.0 and 10.0: "Technical Specifications
+# The facts that XLA needs about a GPU. Compute capability 9.0 and 10.0 have the same limits: "Technical Specifications
 # per Compute Capability" in the CUDA C++ Programming Guide.
 CUDA = 'platform_name: "CUDA"  dnn_version_info { major: 9 minor: 10 }'
 OF_ALL_GPUS = """
@@ -54,7 +54,7 @@ OF_ALL_GPUS = """
   device_address_bits: 64  ecc_enabled: true
   driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"  dnn_version: "9.10.0"
 """
-# An H100 (SXM) and a B200. The B200's numbers are those of XLA's own description of one, for its tools:
+# An H100 (SXM) and a B200. The B200's numbers come from XLA's own description:
 # https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/b200.txtpb
 GPUS = {
     "h100": """
@@ -70,15 +70,15 @@ GPUS = {
   device_memory_size: 191514411008  pcie_bandwidth: 68719476736
 """,
 }
-# Our kernels for statistics; on other chips these are blockwise's.
+# jattn's kernels for statistics; other chips use blockwise.
 FOLDS = {**dict.fromkeys(TOPOLOGIES, PallasTPU()), "h100": PallasGPU()}
 CASES = {
     "full": "every query sees every key",
     "causal": "`is_causal=True`",
     "window": f"`local_window_size=({WINDOW}, 0)`",
-    "segments": "packed documents, causal; their ids `[T]` an argument of the compiled function",
+    "segments": "packed documents, causal; their ids `[T]` are an argument of the compiled function",
     "alibi-softcap": f"ALiBi, then a soft cap of {CAP:g}, as `score_mod`, causal",
-    "function": "plain functions as `mask` (every fourth earlier key) and as `score_mod` (with an array of the heads)",
+    "function": "plain functions as `mask` (every fourth earlier key) and as `score_mod` (with an array over heads)",
 }
 NUM_HEADS = 8
 LIMIT = 900.0  # seconds for one cell
@@ -86,15 +86,15 @@ CHECKOUT = Path(__file__).parents[1]
 
 
 class Compiler(Worker):
-    """The process that compiles; ``module`` serves."""
+    """The process that compiles, which runs ``module``."""
 
     def __init__(self, module: str = "tools.chip_compiler"):
-        # Workers run in another folder, where they would not find this package.
+        # Workers run in another folder, so they need the path to this package.
         path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__((sys.executable, "-m", module), ENVIRONMENT | {"PYTHONPATH": path}, LIMIT)
 
 
-# What is known of a cell that was not compiled.
+# The facts of a cell that was not compiled.
 NOTHING = {"temporaries": None, "kernels": None, "spills": None}
 
 
@@ -105,10 +105,10 @@ def _outcome(result: str, reason: str | None, seconds: float, **sizes: int | Non
 def compiled(implementation: str, chip: str, head_dim: int, length: int, case: str, passes: str) -> dict[str, Any]:
     """``result``, its ``reason``, ``seconds`` of processor time, a program's ``temporaries``, ``kernels``, ``spills``.
 
-    The result is "compiled", "refused" by jattn, or "failed": the compiler raised, as it does where a kernel's blocks
-    exceed the chip's memory, or the program holds an array of T * S elements. Temporaries are in bytes. Kernels are
-    calls of Mosaic or cuDNN. Spills are the bytes that a thread of a GPU kernel stores for want of registers: the most
-    among those that this process had not compiled before.
+    The result is "compiled", "refused" (by jattn) or "failed". It is "failed" if the compiler raised, for example when
+    a kernel's blocks exceed the chip's memory, or if the program holds an array of T * S elements. Temporaries are in
+    bytes. Kernels are calls of Mosaic or cuDNN. Spills are the bytes that a thread of a GPU kernel stores for lack of
+    registers, the largest number among kernels that this process compiles for the first time.
     """
     begin = time.process_time()
     sharding = SingleDeviceSharding(_device(chip))
@@ -140,9 +140,9 @@ def problem(
 ) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]:
     """The function to compile, and the shape and dtype of each of its arguments.
 
-    These are query, key and value ``[1,T,8,head_dim]`` in bfloat16, and what the case adds. The gradient is that of
-    ``sum(sin(out))`` by the three. "fold" computes every statistic of ``jattn.heads`` from query, key and the
-    log-sum-exp; its gradient is that of the entropy, as in a penalty on it, by these three.
+    The arguments are query, key and value ``[1,T,8,head_dim]`` in bfloat16, and the case's own arrays. The gradient is
+    that of ``sum(sin(out))`` with respect to the first three. "fold" computes every statistic of ``jattn.heads`` from
+    query, key and the log-sum-exp. Its gradient is that of the entropy, as in an entropy penalty, by these three.
 
     ``folds``: the ``implementation=`` of statistics.
     """
@@ -193,7 +193,7 @@ SPILLED = re.compile(r"(\d+) bytes spill stores")
 def dense_arrays(text: str, pairs: int) -> list[str]:
     """The arrays in the text of an optimized program that have at least ``pairs`` elements, the largest first.
 
-    Without those of type ``s8[n]``: they are a view of another array's bytes, which XLA copies piece by piece.
+    Arrays of type ``s8[n]`` are left out: they are views of another array's bytes, which XLA copies piece by piece.
     """
     sizes = {}
     for array in ARRAY.finditer(text):
@@ -209,7 +209,7 @@ def _device(chip: str) -> Any:
 
 @functools.cache
 def devices(topology: str) -> Sequence[Any]:
-    """The chips of a topology, as ``"v5p:2x2x2"``; for GPUs its sizes are slices, hosts of each and GPUs of a host."""
+    """The chips of a topology such as ``"v5p:2x2x2"``; a GPU's sizes are slices, hosts per slice, GPUs per host."""
     chip, _, sizes = topology.partition(":")
     if chip in GPUS:
         config = f"{CUDA} gpu_device_info {{ {OF_ALL_GPUS} {GPUS[chip]} }}"
@@ -218,7 +218,7 @@ def devices(topology: str) -> Sequence[Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message, at most 300 characters of it."""
+    """The first line of the exception's message, at most 300 characters."""
     return next(iter(str(error).strip().splitlines()), "")[:300]
 
 

@@ -1,4 +1,4 @@
-"""The chips suite: jattn compiled for chips that are not there: what compiles, what is refused, the memory planned.
+"""The chips suite: jattn compiled for absent chips: what compiles, what is refused, and the planned memory.
 
 Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The
 ``cells`` have ``implementation``, ``chip``, ``head_dim``, ``length``, ``case``, ``passes``, and what
@@ -22,7 +22,7 @@ from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from tools.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 
-# What names a cell. No value stands in two lists, so that --cells may mix them.
+# The axes that name a cell. No value is in two lists, so that --cells may mix them.
 AXES: dict[str, tuple[Any, ...]] = {
     "implementation": ("splash", "pallas_tpu", "cudnn", "pallas_gpu", "fold", "blockwise"),
     "chip": (*TOPOLOGIES, *GPUS),
@@ -42,10 +42,10 @@ class Sizes:
 
     @classmethod
     def read(cls, cells: str) -> "Sizes":
-        """Reads words separated by commas: those of an axis restrict it, an axis without words is taken whole.
+        """Reads words separated by commas. An axis is restricted to its words; an axis without words is complete.
 
         Raises:
-            Refused: a word is no value of any axis.
+            Refused: a word is not a value of any axis.
         """
         words = {word.strip() for word in cells.split(",") if word.strip()}
         chosen = {name: tuple(x for x in values if str(x) in words) for name, values in AXES.items()}
@@ -63,10 +63,10 @@ def start(plan: Plan, suite: str = "chips") -> None:
     for module, whose in COMPILERS.items():
         if importlib.util.find_spec(module) is None:
             raise Refused(
-                f"suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
-                "under Python 3.12 or newer so does `pip install 'jattn[experiments,chips]'`"
+                f"suite {suite}: expected {module}, {whose} compiler, found none. `make test-chips` installs it. Under "
+                "Python 3.12 or newer, `pip install 'jattn[experiments,chips]'` does as well"
             )
-    timing.use("cpu")  # this process leaves a TPU alone, should there be one
+    timing.use("cpu")  # this process leaves any TPU alone
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The versions that decide what comes of a cell."""
+    """The versions that decide a cell's outcome."""
     facts = timing.environment()
     versions = {name: facts[name] for name in ("python", "jax", "jattn")}
     versions |= {name: importlib.metadata.version(name) for name in COMPILERS}
@@ -83,7 +83,7 @@ def environment() -> dict[str, str]:
 
 
 class Ahead:
-    """``outcome = ahead(index)`` of cells in order: a process on each core compiles the next ones meanwhile."""
+    """``outcome = ahead(index)`` for cells in order, while a process on each core compiles the next ones."""
 
     def __init__(self, cells: Sequence[Mapping[str, Any]], workers: int):
         self.cells, self.begun = cells, {}
@@ -94,7 +94,7 @@ class Ahead:
             self.idle.put(compiler)
 
     def __call__(self, index: int) -> dict[str, Any]:
-        """What came of that cell."""
+        """The outcome of that cell."""
         for i in range(index, min(index + 2 * len(self.compilers), len(self.cells))):
             if i not in self.begun:
                 self.begun[i] = self.threads.submit(self._compile, self.cells[i])
@@ -146,13 +146,13 @@ def _mebibytes(row: Row) -> str:
 
 
 def wrong(results: Results) -> str | None:
-    """How many cells failed, and the first of them; None if none did."""
+    """The number of cells that failed, and the first of them; None if none failed."""
     failed = [row for row in results.of("cells") if row["result"] == "failed"]
     return f"{len(failed)} of {len(results.rows)} cells failed; the first: {line(failed[0])}" if failed else None
 
 
 def counts(results: Results) -> str:
-    """How many cells of each implementation and chip came to each result, as a Markdown table."""
+    """The number of cells with each result, by implementation and chip, as a Markdown table."""
     rows = []
     for name, chip in itertools.product(*(_values(results.of("cells"), axis) for axis in ("implementation", "chip"))):
         cells = results.of("cells", implementation=name, chip=chip)
@@ -166,17 +166,17 @@ def counts(results: Results) -> str:
 def markdown(results: Results) -> str:
     """``chips.md``."""
     parts = [
-        "# Compiled for chips that were not there",
-        "Each cell is one call of jattn, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
-        "Nothing was executed: this shows what compiles, what fits into VMEM or shared memory, and that no array has "
-        "T * S elements; no speed and no numbers. Written by "
+        "# Compiled for absent chips",
+        "Each cell is one jattn call, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
+        "Nothing was executed. The results show what compiles, what fits into VMEM or shared memory, and that no array "
+        "has T * S elements. They show neither speed nor numerical results. Written by "
         "`python -m tools chips` (`make test-chips`).",
         counts(results),
         "## The cases",
         listed({name: text for name, text in CASES.items() if name in _values(results.rows, "case")}),
-        "`fold` computes all statistics of `jattn.heads.statistics`, by our kernels if the chip has any, and the "
-        "gradient of the entropy; the others `jattn.dot_product_attention`, and the gradient of `sum(sin(out))` by "
-        "query, key and value.",
+        "`fold` computes all statistics of `jattn.heads.statistics`, with jattn's kernels if the chip has any, and the "
+        "gradient of the entropy. The other cases compute `jattn.dot_product_attention` and the gradient of "
+        "`sum(sin(out))` with respect to query, key and value.",
     ]
     for name in _values(results.rows, "implementation"):
         rows = results.of("cells", implementation=name)
@@ -185,9 +185,9 @@ def markdown(results: Results) -> str:
 
 
 def _memory(rows: list[Row]) -> list[str]:
-    """MiB, or the result: a line per case, head_dim and length, a column per chip and passes; if any was compiled."""
+    """A table of MiB or results: a line per case, head_dim and length, a column per chip and passes."""
     if not any(row["result"] == "compiled" for row in rows):
-        return ["None was compiled."]
+        return ["No cell was compiled."]
     cells = {tuple(row.key[axis] for axis in (*ACROSS, *DOWN)): row for row in rows}
     across = list(itertools.product(*(_values(rows, axis) for axis in ACROSS)))
     lines = []
@@ -206,7 +206,7 @@ ACROSS, DOWN = ("chip", "passes"), ("case", "head_dim", "length")
 
 
 def _reasons(rows: list[Row]) -> list[str]:
-    """Each reason with the number of its cells and the first of them; nothing if there is none."""
+    """Each reason with the number of its cells and the first of them; empty without reasons."""
     lines = []
     for result in ("refused", "failed"):
         reasons = [row for row in rows if row["result"] == result]
@@ -218,19 +218,19 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 
 def _spills(rows: list[Row]) -> list[str]:
-    """The cells whose kernels spill registers, with the bytes of a thread; nothing if no kernel was looked at."""
-    known = [row for row in rows if row.values.get("spills") is not None]  # earlier results have none
+    """The cells with kernels that spill registers, in bytes per thread; empty if no kernel was examined."""
+    known = [row for row in rows if row.values.get("spills") is not None]  # earlier results have no spills
     lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in known if row["spills"]]
     if not known:
         return []
     text = f"Of {len(known)} cells with new kernels, {len(lines)} spill registers"
     if not lines:
         return [f"{text}."]
-    return [f"{text}, by so many bytes a thread:", table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
+    return [f"{text}; the bytes per thread are:", table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
 
 
 def _values(rows: list[Row], axis: str) -> list[Any]:
-    """Those values of an axis that there are, in its order."""
+    """The values of an axis that occur, in the axis's order."""
     return [value for value in AXES[axis] if any(row.key[axis] == value for row in rows)]
 
 

@@ -1,7 +1,7 @@
 """The dispatch benchmark: the cost of short jitted calls compared with ``jax.nn``'s, forward and with gradients.
 
 Shared by all rows: ``environment``, ``shape``, ``dtype``. The ``rows`` have ``length``, ``mask``, ``passes``, the
-medians ``jattn`` and ``jax_nn`` in microseconds, ``rounds`` of turns, and the ``ratio``: above 1, jattn is slower.
+medians ``jattn`` and ``jax_nn`` in microseconds, ``rounds`` of turns, and the ``ratio``. Above 1, jattn is slower.
 """
 
 import functools
@@ -76,7 +76,7 @@ def shown(results: Results) -> str:
 def markdown(results: Results) -> str:
     """``dispatch.md``."""
     return document(
-        "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32.",
+        "Jitted `dot_product_attention` compared with `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32.",
         shown(results),
         ", ".join(f"{name} {value}" for name, value in results.about["environment"].items()),
     )

@@ -1,6 +1,6 @@
-"""What the text of an optimized program says: its collectives, and what the chip computes while arrays travel.
+"""Reads the text of an optimized program: its collectives, and what the chip computes while arrays travel.
 
-The text is XLA's (``compiled.as_text()``), in which instructions stand in the order in which they run, and every
+The text is XLA's (``compiled.as_text()``), which lists instructions in the order in which they run, and every
 computation before those that call it.
 """
 
@@ -25,7 +25,7 @@ _LIBRARY = re.compile(r'custom_call_target="__(?:cublas|gpu\$xla\.gpu\.triton)')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """``name = type opcode(arguments) rest``; ``root``: it is what its computation returns."""
+    """``name = type opcode(arguments) rest``; ``root``: whether its computation returns it."""
 
     name: str
     type: str
@@ -62,7 +62,7 @@ class Permute:
         arrays: The number of arrays sent together.
         bytes: Their size.
         times: How often it runs in one run of the program; None if a loop's number of trips is not known.
-        behind: The kinds of work between its start and its end, as ``work`` names them; empty: it travels alone.
+        behind: The kinds of work between its start and its end, as ``work`` names them; empty if there is none.
     """
 
     arrays: int
@@ -72,7 +72,7 @@ class Permute:
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How often each kind stands in a program's text; a start and its end count once."""
+    """How often each kind of collective occurs in a program's text; a start and its end count once."""
     return {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES}
 
 
@@ -133,7 +133,7 @@ def working(program: Computations) -> set[str]:
 def work(one: Instruction, busy: Iterable[str]) -> str | None:
     """``"loop"``, ``"branch"``, ``"kernel"`` or ``"product"`` if an instruction computes in earnest, or None.
 
-    Sums, masks and copies are not counted: they are short beside a hop.
+    Sums, masks and copies do not count, because they are short compared with a hop.
     """
     if one.opcode in ("dot", "convolution"):
         return "product"
@@ -147,7 +147,7 @@ def work(one: Instruction, busy: Iterable[str]) -> str | None:
 def executions(program: Computations) -> dict[str, int | None]:
     """How often each computation runs in one run of the program; a branch counts as if it were always taken.
 
-    None: in a loop whose number of trips is not known. Computations that nothing calls, but the entry, run 0 times.
+    None means a loop with an unknown number of trips. Computations that nothing calls, except the entry, run 0 times.
     """
     entry = next(reversed(program), "")
     times: dict[str, int | None] = {name: int(name == entry) for name in program}
@@ -171,8 +171,8 @@ def _by(one: int | None, other: int | None) -> int | None:
 def trip_count(loop: Instruction, around: Sequence[Instruction], program: Computations) -> int | None:
     """The trips of a ``while`` among the instructions ``around`` it, or None.
 
-    XLA writes them on some platforms. Otherwise they are read from a condition ``index < constant``, as JAX's loops
-    have: they count up by one.
+    XLA writes the number on some platforms. Otherwise it is read from a condition ``index < constant``, because JAX's
+    loops count up by one.
     """
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
@@ -192,9 +192,9 @@ def trip_count(loop: Instruction, around: Sequence[Instruction], program: Comput
 
 
 def _scalar(name: str, instructions: Sequence[Instruction]) -> tuple[int | None, int | None]:
-    """The whole number that an instruction is, if it is constant, or else the index in the loop's state, if it is one.
+    """The value of an instruction that is a constant whole number, or else its index in the loop's state.
 
-    Copies of it are followed.
+    Copies are followed to their source.
     """
     one = next((one for one in instructions if one.name == name), None)
     if one is not None and one.opcode in ("copy", "bitcast", "convert"):

@@ -1,9 +1,9 @@
 """The imports benchmark: what ``import jattn`` adds to ``import jax``, and ``import jattn.nnx`` to Flax's modules.
 
-Each import is a fresh Python, started in turn with the other, each as often first. The bytecode is there already.
+Each import runs in a fresh Python, in turn with the other, and each goes first equally often. Bytecode is cached.
 Shared by all rows: ``environment``, ``rounds``. The ``rows`` have ``imported``, ``beside``, the medians ``seconds`` of
 wall time and ``cpu_seconds`` of both, and the ratios of the medians: ``ratio`` and ``cpu_ratio``, which other programs
-on the machine disturb less.
+on the machine disturb less than the medians.
 """
 
 import functools

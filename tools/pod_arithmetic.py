@@ -1,6 +1,6 @@
-"""What a ring of one attention layer must send, and how long a hop takes at a chip's published rates. Compiles nothing.
+"""The bytes that a ring of one attention layer must send, and the time of a hop at a chip's published rates.
 
-The layer has ``NUM_HEADS`` query and ``KV_HEADS`` key heads of ``HEAD_DIM``, in bfloat16, and one sequence.
+The layer has ``NUM_HEADS`` query and ``KV_HEADS`` key heads of ``HEAD_DIM``, in bfloat16. Nothing is compiled.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ WINDOW = 8191
 CASES = {
     "causal": "`is_causal=True`",
     "window": f"`local_window_size=({WINDOW}, 0)`",
-    "alibi": "causal, with ALiBi as `score_mod`; its slopes `[N]` are an argument, and differentiated",
+    "alibi": "causal, with ALiBi as `score_mod`; its slopes `[N]` are an argument with a gradient",
 }
 PASSES = ("forward", "gradient")
-# TPU v5p: https://docs.cloud.google.com/tpu/docs/v5p. A chip's links carry 1200 GB/s, both ways together; in a 3D torus
-# there are six, and a ring sends over one of them, one way.
+# TPU v5p: https://docs.cloud.google.com/tpu/docs/v5p. A chip's links carry 1200 GB/s in both directions together. A 3D
+# torus has six links, and a ring sends over one of them in one direction.
 FLOPS, HBM, LINK = 459e12, 2765e9, 1200e9 / 2 / 6
 WIDTH, FULL = 2, 4  # bytes of a number in bfloat16 and float32
 
@@ -27,7 +27,7 @@ WIDTH, FULL = 2, 4  # bytes of a number in bfloat16 and float32
 class Program:
     """A program to compile: ``length`` tokens on a ring of all chips of a topology.
 
-    ``passes``: "gradient" is that of the sum of squares by query, key and value, and what the case adds.
+    ``passes``: "gradient" is that of the sum of squares by query, key, value and the case's own arrays.
     """
 
     topology: str
@@ -52,9 +52,9 @@ class Program:
         return 2 * KV_HEADS * HEAD_DIM * self.tokens * WIDTH
 
     def visits(self) -> int:
-        """How many chips' keys a chip needs, its own among them: those that it or any other chip at this distance sees.
+        """How many chips' keys a chip needs, including its own: keys that it or any chip at this distance sees.
 
-        From the definition of the masks, and not from ``Ring.plan``.
+        This follows from the definition of the masks rather than from ``Ring.plan``.
         """
         if self.case != "window":
             return self.chips
@@ -67,7 +67,7 @@ class Program:
         return len(np.unique(((device[:, None] - device[None, :]) % P)[sees]))
 
     def permuted(self) -> int:
-        """The bytes that a chip sends in the whole program, if none is sent in vain.
+        """The bytes that a chip sends in the whole program, if it sends nothing in vain.
 
         In each pass keys and values leave for all visits but the last. In the backward pass both of their gradients
         leave, in float32, after every visit but that of a chip's own keys, which stay at home. Gradients of a score
@@ -80,11 +80,11 @@ class Program:
 
 
 def hop(tokens: int, passes: str) -> dict[str, Any]:
-    """One hop of a balanced causal ring with so many tokens a chip: ``flops``, bytes, and seconds at v5p's rates.
+    """One hop of a balanced causal ring with ``tokens`` on a chip: ``flops``, bytes, and seconds at v5p's rates.
 
-    Half of the pairs are visible: two products of them forward, five backward. ``hbm`` counts every array once, the
-    least that is possible; what the chip adds to, twice. ``hidden_from``: the tokens from which computing takes as long
-    as sending.
+    Half of the pairs are visible, with two matrix products forward and five backward. ``hbm`` counts every array once,
+    the possible minimum, and accumulated arrays twice. ``hidden_from`` is the number of tokens at which computing takes
+    as long as sending.
     """
     pairs = tokens * tokens / 2
     products = {"forward": 2, "gradient": 5}[passes]

@@ -1,7 +1,7 @@
-"""Compiles rings for pods that are not there.
+"""Compiles rings for pods that this machine does not have.
 
-``python -m tools.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
-each program shows what memory that takes.
+``python -m tools.pod_compiler`` is a separate process, like ``chip_compiler``. Each program gets a fresh one, which
+shows the memory that compilation takes.
 """
 
 import time
@@ -23,10 +23,10 @@ from tools.pod_stack import Stack
 
 
 def compiled(**cell: Any) -> dict[str, Any]:
-    """What came of ``Program(**cell)``, or ``Stack(**cell)``: ``result``, ``reason``, ``seconds`` and what was found.
+    """The outcome of ``Program(**cell)`` or ``Stack(**cell)``: ``result``, ``reason``, ``seconds`` and measurements.
 
     The result is "compiled", "too large" for the chip's memory, or "failed". ``seconds`` of processor time and ``peak``
-    host memory are those of this process: ``planning`` is tracing and lowering, ``peak`` the whole. Bytes are those of
+    host memory are those of this process: ``planning`` is tracing and lowering, ``peak`` everything. Bytes are those of
     one chip.
     """
     begin, planning = time.process_time(), {}

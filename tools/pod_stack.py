@@ -1,8 +1,8 @@
-"""A stack of layers as of a model with 7 billion parameters, trained on one long batch by all chips of a pod.
+"""A stack of layers with the sizes of a 7-billion-parameter model, trained on one long batch by all chips of a pod.
 
 The mesh has three axes: sequences over ``data``, heads and features over ``heads``, tokens over ``sequence``, in a
 ring. Parameters are divided over all three (https://arxiv.org/abs/2304.11277) and gathered layer by layer; nothing
-gathers a sequence. The backward pass computes each layer again, but for the results of attention, kept by their names.
+gathers a sequence. The backward pass recomputes each layer except the results of attention, which are kept by name.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ AXES = ("data", "heads", "sequence")
 class Stack:
     """A training step of ``LAYERS`` layers: ``sequences`` of ``length`` tokens on ``mesh``, chips along each axis.
 
-    ``kept``: "attention", or "nothing" of what a layer computes.
+    ``kept``: the parts of a layer that the backward pass keeps, "attention" or "nothing".
     """
 
     topology: str
@@ -44,9 +44,9 @@ class Stack:
 
 
 def problem(stack: Stack) -> tuple[Callable[..., Any], list[Any]]:
-    """The loss and its gradient by the parameters, and the types of the parameters and of the activations."""
+    """The loss with its gradient by the parameters, and the types of the parameters and the activations."""
     chips = devices(stack.topology)
-    # An axis of the mesh may be a part of one of the topology's, which jax.make_mesh does not try.
+    # A mesh axis may be a part of a topology axis, which jax.make_mesh does not try.
     mesh = Mesh(create_device_mesh(stack.mesh, chips, allow_split_physical_axes=True), AXES)
     ring = Ring(mesh, "sequence", batch_axis="data", head_axis="heads", layout="zigzag")
 
@@ -56,7 +56,7 @@ def problem(stack: Stack) -> tuple[Callable[..., Any], list[Any]]:
     def typed(shape: tuple[int, ...], *axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=lies(*axes))
 
-    rest = ("data", "sequence")  # what divides parameters besides the heads
+    rest = ("data", "sequence")  # the axes that divide parameters in addition to the heads
     parameters = {
         "query": typed((LAYERS, MODEL, HEADS, HEAD_DIM), None, rest, "heads"),
         "key": typed((LAYERS, MODEL, KV_HEADS, HEAD_DIM), None, rest, "heads"),

@@ -1,4 +1,4 @@
-"""The pods suite: rings of one attention layer compiled for pods that are not there, and what their programs say.
+"""The pods suite: rings of one attention layer compiled for absent pods, and an analysis of their programs.
 
 Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The parts:
 
@@ -44,7 +44,7 @@ LENGTHS = {
     "v5p:8x8x8": (LONG, LONGEST),
     "v5e:4x4": (SHORT,),
 }
-OTHERS = (("zigzag", "window"), ("contiguous", "window"), ("zigzag", "alibi"))  # on the smallest of both chips
+OTHERS = (("zigzag", "window"), ("contiguous", "window"), ("zigzag", "alibi"))  # on the smallest topology of both chips
 GPUS = "h100:1x1x8"
 SHAPE = {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
 MIB, GIB = 2**20, 2**30
@@ -52,7 +52,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The programs of one run, forward; each is compiled with its gradient, too."""
+    """The forward programs of one run. Each is also compiled with its gradient."""
 
     rings: tuple[Program, ...] = (
         *(Program(topology, length) for topology, lengths in LENGTHS.items() for length in lengths),
@@ -78,7 +78,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
             one = dataclasses.replace(program, passes=passes)
             yield Job(part, dataclasses.asdict(one), functools.partial(compiled, one))
     for stack in sizes.stacks:
-        key = dataclasses.asdict(stack) | {"mesh": list(stack.mesh)}  # as JSON gives it back
+        key = dataclasses.asdict(stack) | {"mesh": list(stack.mesh)}  # in the form that JSON returns
         yield Job("stacks", key, functools.partial(compiled, stack))
     for program, passes in itertools.product(sizes.rings, PASSES):
         if program.topology.startswith("v5p") and program.case == "causal":
@@ -87,7 +87,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def compiled(program: Program | Stack) -> Mapping[str, Any]:
-    """What came of it, in a fresh process."""
+    """The program's outcome, from a fresh process."""
     compiler = Compiler("tools.pod_compiler")
     try:
         return compiler(**dataclasses.asdict(program))
@@ -103,13 +103,13 @@ def sent(row: Row) -> int | None:
 
 
 def journeys(row: Row) -> tuple[int, int]:
-    """How many arrays a chip sends in the whole program, and how many of them with no work to hide behind."""
+    """The number of arrays that a chip sends in the whole program, and of those without work to hide behind."""
     counts = [(one["arrays"] * (one["times"] or 1), bool(one["behind"])) for one in row["permutes"]]
     return sum(count for count, _ in counts), sum(count for count, hidden in counts if not hidden)
 
 
 def exposed(row: Row) -> float | None:
-    """The bytes sent with no work to hide behind, as a multiple of a chip's keys and values; None if not known."""
+    """The bytes sent without work to hide behind, as a multiple of a chip's keys and values; None if unknown."""
     if sent(row) is None:
         return None
     alone = sum(one["bytes"] * one["times"] for one in row["permutes"] if not one["behind"])
@@ -117,14 +117,14 @@ def exposed(row: Row) -> float | None:
 
 
 def goals(results: Results) -> list[Goal]:
-    """Every goal, and what was found."""
+    """Every goal and its measured number."""
     rows = _compiled(results, "rings")
     million = [row for row in rows if row["length"] == LONG and row["case"] == "causal"]
     lines = []
     for passes in PASSES:
         sizes = [row["temporaries"] for row in million if _chips(row) == 64 and row["passes"] == passes]
         most = worst((size / GIB for size in sizes), True)
-        lines.append(Goal(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1.0, False, "GiB"))
+        lines.append(Goal(f"1,048,576 tokens on 64 chips, {passes}: temporaries per chip", most, 1.0, False, "GiB"))
     for passes in PASSES:
         sizes = sorted((_chips(row), row["temporaries"]) for row in million if row["passes"] == passes)
         falls = [
@@ -132,30 +132,30 @@ def goals(results: Results) -> list[Goal]:
             for (fewer, one), (chips, other) in itertools.pairwise(sizes)
             if chips <= 64
         ]
-        what = f"1,048,576 tokens, {passes}: least fall of the temporaries by a doubling of chips, from 8 to 64"
+        what = f"1,048,576 tokens, {passes}: smallest factor of temporaries per doubling of chips, from 8 to 64"
         lines.append(Goal(what, worst(falls, False), 1.85, True))
     gathers = worst((float(row["all-gather"]) for row in rows), True)
-    lines.append(Goal("all-gathers, most in a ring", gathers, 0.0, False))
+    lines.append(Goal("all-gathers, the most in a ring", gathers, 0.0, False))
     shares = [(row["case"], _share(row)) for row in rows]
     most = worst((share for _, share in shares), True)
     least = worst((share for case, share in shares if case == "causal"), False)
-    lines.append(Goal("bytes that a chip sends, as a share of the formula: most", most, 1.05, False))
-    lines.append(Goal("the same: least of the causal rings", least, 0.95, True))
+    lines.append(Goal("bytes that a chip sends, as a share of the formula: the most", most, 1.05, False))
+    lines.append(Goal("the same: the least of the causal rings", least, 0.95, True))
     for passes in PASSES:
         alone = worst((exposed(row) for row in rows if row["passes"] == passes), True)
-        what = f"sent with nothing to hide behind, in hops of keys and values, most in a ring, {passes}"
+        what = f"sent without work to hide behind, in hops of keys and values, the most in a ring, {passes}"
         lines.append(Goal(what, alone, 1.0, False))
     seconds = worst((row["planning"] for row in million), True)
-    lines.append(Goal("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
+    lines.append(Goal("1,048,576 tokens: planning time", seconds, 10.0, False, "s"))
     stacks = _compiled(results, "stacks")
     most = worst((_held(row) / 1e9 for row in stacks if row["kept"] == "attention"), True)
     lines.append(
         Goal(f"{LAYERS} layers of a 7B model, 1,048,576 tokens, 64 chips: a chip holds", most, 95.0, False, "GB")
     )
     longest = worst((row["longest_gathered"] / Stack(**row.key).tokens for row in stacks), True)
-    lines.append(Goal("the same: longest axis gathered, as a share of a chip's tokens", longest, 1.0, False))
+    lines.append(Goal("the same: the longest gathered axis, as a share of a chip's tokens", longest, 1.0, False))
     peak = worst((row["planning_peak"] / GIB for row in million), True)
-    lines.append(Goal("1,048,576 tokens: peak host memory until planned", peak, 2.0, False, "GiB"))
+    lines.append(Goal("1,048,576 tokens: peak host memory of planning", peak, 2.0, False, "GiB"))
     return lines
 
 
@@ -177,7 +177,7 @@ def _chips(row: Row) -> int:
 
 
 def _share(row: Row) -> float | None:
-    """The bytes sent as a share of the formula's, or None if they are not known."""
+    """The bytes sent, as a share of the formula's, or None if unknown."""
     size, formula = sent(row), _program(row).permuted()
     return None if size is None else size / formula if formula else float(size > 0)
 
@@ -189,7 +189,7 @@ def line(row: Row) -> str:
 
 def _outcome(row: Row) -> str:
     if row.part == "roofline":
-        return f"hidden from {row['hidden_from']:,} tokens a chip"
+        return f"hidden from {row['hidden_from']:,} tokens per chip"
     if row.part == "stacks" and row["result"] == "compiled":
         return f"holds {_mib(_held(row))} MiB, {_hidden(row)} ({row['seconds']:.1f} s)"
     seconds = f"({row['seconds']:.1f} s)"
@@ -203,14 +203,14 @@ def _mib(size: float | None) -> str:
 
 
 def _hidden(row: Row) -> str:
-    """How many arrays travel behind which work."""
+    """The number of arrays that travel behind each kind of work."""
     everything, alone = journeys(row)
     kinds = sorted({kind for one in row["permutes"] for kind in one["behind"]})
     return f"{everything - alone} of {everything} hidden" + (f" ({', '.join(kinds)})" if kinds else "")
 
 
 def wrong(results: Results) -> str | None:
-    """How many programs failed, and the first of them; None if none did."""
+    """The number of programs that failed, and the first of them; None if none failed."""
     rows = [row for part in ("rings", "gpus", "stacks") for row in results.of(part)]
     failed = [row for row in rows if row["result"] == "failed"]
     return f"{len(failed)} of {len(rows)} programs failed; the first: {line(failed[0])}" if failed else None
@@ -221,35 +221,38 @@ def markdown(results: Results) -> str:
     heads = "{num_heads} query and {num_kv_heads} key heads of {head_dim}".format(**results.about["shape"])
     gpus = results.of("gpus")
     return document(
-        "# Rings on pods, as compiled",
-        f"One layer's attention, {heads}, bfloat16, one sequence, over all chips of a topology. Nothing was executed: "
-        "no speed, no numbers. Each program was compiled in a fresh process. Written by `python -m tools pods`.",
-        "## What was asked",
+        "# Rings on pods, compiled but never run",
+        f"One layer's attention, {heads}, bfloat16, one sequence, over all chips of a topology. Nothing was executed, "
+        "so there are no times and no numerical results. Each program was compiled in a fresh process. Written by "
+        "`python -m tools pods`.",
+        "## Goals",
         goal_table(goals(results)),
         "## Memory and time",
-        "Of one chip: arguments, outputs and temporaries. Of the host, in a fresh process: seconds of processor time "
-        "and peak memory, until the program is planned (traced and lowered) and until it is compiled. The gradient is "
-        "that of the sum of squares; cases: " + "; ".join(f"{name}: {what}" for name, what in CASES.items()) + ".",
+        "For one chip: arguments, outputs and temporaries. For the host, in a fresh process: seconds of processor time "
+        "and peak memory until the program is planned (traced and lowered) and until it is compiled. The gradient is "
+        "that of the sum of squares. Cases: " + "; ".join(f"{name}: {what}" for name, what in CASES.items()) + ".",
         _memory(results.of("rings")),
         *_reasons(results.of("rings")),
         "## Traffic",
-        "What a chip sends in the whole program, beside the formula: keys and values to every other chip that needs "
-        "them, in each pass, and gradients in float32 after each visit to another chip. Hidden: a loop, a branch, a "
-        "kernel or a product that computes attention stands between a permute's start and its end in the schedule.",
+        "What a chip sends in the whole program, compared with the formula: keys and values to every other chip that "
+        "needs them, in each pass, and gradients in float32 after each visit to another chip. A permute is hidden if "
+        "a loop, branch, kernel or product that computes attention is between its start and its end in the schedule.",
         _traffic(results.of("rings")),
         "## Eight H100",
         "From the CUDA compiler, without a GPU. It shows memory and the order in which work is issued. It cannot show "
-        "which links NCCL takes, whether its kernels find room beside those that compute, or what autotuning picks.",
+        "which links NCCL uses, whether its kernels find room next to those that compute, or what autotuning picks.",
         *([_memory(gpus), *_reasons(gpus), _traffic(gpus)] if gpus else []),
         "## Four layers of a model, trained",
-        "Sequences over `data`, heads and features over `heads`, tokens over `sequence`, parameters over all three. In "
-        "the backward pass each layer is computed again, but for what is kept. Outputs: the loss and the gradient of "
-        "every parameter, in bfloat16; no optimizer. Gathered are parameters: no axis is as long as a chip's tokens.",
+        "Sequences are divided over `data`, heads and features over `heads`, tokens over `sequence`, and parameters "
+        "over all three. The backward pass recomputes each layer except what is kept. Outputs are the loss and the "
+        "gradient of every parameter, in bfloat16, without an optimizer. Only parameters are gathered: no gathered "
+        "axis is as long as a chip's tokens.",
         _stacks(results.of("stacks")),
         "## A hop at the published rates of v5p",
         f"{FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {HBM / 1e9:.0f} GB/s of HBM, {LINK / 1e9:.0f} GB/s over one link one "
-        "way (Google: 1200 GB/s both ways over a chip's links, of which a 3D torus has six). Arithmetic, not measured: "
-        "causal, balanced, each array read once. From so many tokens a chip on computing takes as long as sending.",
+        "way (Google: 1200 GB/s both ways over a chip's six links in a 3D torus). This is arithmetic, not measured: "
+        "causal, balanced, each array read once. `hidden from` is the number of tokens per chip at which computing "
+        "takes as long as sending.",
         _roofline(results.of("roofline")),
         "## Compiled with",
         listed(results.about["environment"]),
@@ -278,7 +281,7 @@ def _memory(rows: list[Row]) -> str:
 
 def _reasons(rows: list[Row]) -> list[str]:
     lines = [[*_key(row), row["reason"].replace("|", "\\|")] for row in rows if row["result"] != "compiled"]
-    return [table([*KEY, "what the compiler says"], lines)] if lines else []
+    return [table([*KEY, "the compiler's message"], lines)] if lines else []
 
 
 def _traffic(rows: list[Row]) -> str:
@@ -309,8 +312,8 @@ def _stacks(rows: list[Row]) -> str:
 
 
 def _roofline(rows: list[Row]) -> str:
-    head = ["topology", "T", "tokens a chip", "passes", "GFLOP", "HBM, MiB", "link, MiB"]
-    head += ["computes, ms", "HBM, ms", "link, ms", "computes / link", "hidden from, tokens a chip"]
+    head = ["topology", "T", "tokens per chip", "passes", "GFLOP", "HBM, MiB", "link, MiB"]
+    head += ["computes, ms", "HBM, ms", "link, ms", "computes / link", "hidden from, tokens per chip"]
     lines = []
     for row in rows:
         times = [row["seconds"][name] for name in ("compute", "memory", "link")]

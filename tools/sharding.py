@@ -1,6 +1,6 @@
-"""The sharding benchmark: a ring of devices compared with one device: numbers, memory, traffic and balance.
+"""The sharding benchmark: numbers, memory, traffic and balance of a ring of devices, compared with one device.
 
-It uses virtual CPU devices that share two cores, so it does not measure speed. Shared by all rows: ``environment``,
+It uses virtual CPU devices that share two cores, so it does not measure speed. All rows share ``environment`` and
 ``sizes``. The parts:
 
 - ``numbers``: per case, devices and layout, the largest differences from the unsharded call in float32, of ``values``
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def memory(length: int, shape: tuple[int, int, int], devices: int, layout: str) -> dict[str, Any]:
-    """What XLA plans for values and gradients of one causal call."""
+    """The memory that XLA plans for values and gradients of one causal call."""
     mesh, (N, K, H) = mesh_of(devices), shape
     lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     arrays = [jax.ShapeDtypeStruct((1, length, heads, H), jnp.float32, sharding=lies) for heads in (N, K, K)]
@@ -56,13 +56,13 @@ def memory(length: int, shape: tuple[int, int, int], devices: int, layout: str) 
 
 
 def balance(length: int, devices: int, layout: str) -> dict[str, Any]:
-    """Blocks that each device computes, causal."""
+    """The blocks that each device computes, causal."""
     blocks = ring_blocks(masks.Causal(), length, length, devices=devices, layout=layout)
     return {"blocks": blocks.sum(1).tolist(), "steps": blocks.T.tolist()}
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Every case, every shape and the balance, for every number of devices and layout.
+    """Jobs for every case, every shape and the balance, for every number of devices and layout.
 
     Raises:
         Refused: there are too few devices.
@@ -92,7 +92,7 @@ def goals(results: Results) -> list[Goal]:
     rows, compared = results.of("memory"), results.of("numbers")
     ring = [row for row in rows if row["devices"] > 1]
     lines = [
-        Goal(f"worst {what} of {len(compared)} rings against one device, relative to the largest, millionths",
+        Goal(f"worst {what} of {len(compared)} rings, millionths of one device's largest number",
               max(row[what] for row in compared) * 1e6, limit, False)
         for what, limit in (("values", 10.0), ("gradients", 100.0))
     ]  # fmt: skip
@@ -100,14 +100,14 @@ def goals(results: Results) -> list[Goal]:
         for shape in dict.fromkeys(tuple(row["heads"]) for row in rows):
             sizes = [row["temporaries"] for row in rows if row["layout"] == layout and tuple(row["heads"]) == shape]
             least = min((one / other for one, other in zip(sizes, sizes[1:], strict=False)), default=None)
-            what = f"{layout}, {_heads(shape)}: temporaries, least fall by a doubling of devices"
+            what = f"{layout}, {_heads(shape)}: smallest factor by which temporaries fall per doubling of devices"
             lines.append(Goal(what, least, 1.8, True))
     lines.append(Goal("all-gathers in compiled rings", float(sum(row["all-gather"] for row in rows)), 0.0, False))
     permutes = min((row["collective-permute"] for row in ring), default=None)
-    lines.append(Goal("collective-permutes in compiled rings, fewest", permutes, 1.0, True))
+    lines.append(Goal("collective-permutes in compiled rings, the fewest", permutes, 1.0, True))
     for row in results.of("balance"):
         if row["layout"] == "zigzag" and row["devices"] > 1:
-            what = f"zigzag, causal, {row['devices']} devices: blocks of the busiest / mean"
+            what = f"zigzag, causal, {row['devices']} devices: blocks of the busiest device / mean"
             lines.append(Goal(what, _busiest(row["blocks"]), 1.1, False))
     return lines
 
@@ -138,8 +138,8 @@ def markdown(results: Results) -> str:
     length = results.about["sizes"]["length"]
     return document(
         "# Many devices, measured",
-        "On virtual CPU devices, so memory and numbers, no speed. Written by `python -m tools sharding`.",
-        "## What was asked",
+        "On virtual CPU devices, which show memory and numbers but no speed. Written by `python -m tools sharding`.",
+        "## Goals",
         goal_table(goals(results)),
         f"## Memory of each device: values and gradients of one causal call at n = {length}",
         table(["heads", "layout", "devices", "temporaries, MiB", "collective-permutes", "all-gathers"], memory),

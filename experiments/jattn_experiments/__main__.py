@@ -1,15 +1,23 @@
-"""``jattn COMMAND``, of ``commands``: see ``jattn run --help``. ``python -m jattn_experiments`` is the same."""
+"""``jattn COMMAND``, with the commands in ``commands``. ``python -m jattn_experiments`` is the same program."""
 
 import argparse
 import errno
 import sys
 from collections.abc import Callable, Sequence
 
-EXTRA = {"PIL", "jsonargparse", "matplotlib", "optax", "orbax", "rich", "yaml"}  # what jattn[experiments] adds to jattn
+EXTRA = {
+    "PIL",
+    "jsonargparse",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "rich",
+    "yaml",
+}  # packages that jattn[experiments] adds to jattn
 
 
 def commands() -> dict[str, Callable[[Sequence[str]], int]]:
-    """The commands by name. They are imported here, so that ``jattn`` without its extra can say what is missing."""
+    """The commands by name. They are imported here so that ``jattn`` without its extra can say what is missing."""
     from jattn_experiments.bench.command import bench_command
     from jattn_experiments.commands import keep_command, list_command, report_command, run_command
     from jattn_experiments.compare import compare_command
@@ -30,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     known = commands()
     if command not in known:
-        return fail(f"no command {command!r}; expected one of {', '.join(known)}")
+        return fail(f"expected one of the commands {', '.join(known)}, got {command!r}")
     try:
         return known[command](rest)
     except Refused as refused:
@@ -38,11 +46,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def usage() -> argparse.ArgumentParser:
-    """The parser of the whole program, which lists the commands; each has its own parser."""
+    """The parser of the whole program, which only lists the commands. Each command has its own parser."""
     parser = argparse.ArgumentParser(
         prog="jattn",
-        description="Experiments that show what attention heads learn, and benchmarks.",
-        epilog="COMMAND --help explains the options of a command.",
+        description="Runs experiments that show what attention heads learn, and benchmarks.",
+        epilog="jattn COMMAND --help explains the options of a command.",
     )
     shown = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in commands().items():
@@ -51,18 +59,18 @@ def usage() -> argparse.ArgumentParser:
 
 
 def as_command() -> int:
-    """``main`` for a command line. A missing extra is an error of one line."""
+    """``main`` for the command line. A missing extra is reported in one line."""
     try:
         return _on_a_terminal(sys.argv[1:])
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in EXTRA:
             raise
-        print(f"error: the command jattn needs {missing.name}: pip install 'jattn[experiments]'", file=sys.stderr)
+        print(f"error: the jattn command needs {missing.name}: pip install 'jattn[experiments]'", file=sys.stderr)
         return 2
 
 
 def _on_a_terminal(arguments: Sequence[str]) -> int:
-    """A closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
+    """Runs the command. A closed pipe and Ctrl-C are not errors; a full disk behind stdout is reported in one line."""
     from jattn_experiments.runs import stopping
     from jattn_experiments.runs.terminal import fail
 

@@ -1,4 +1,4 @@
-"""What tasks share: their base class and registry, batches, and how batches are drawn."""
+"""The parts that tasks share: their base class and registry, batches, and how batches are drawn."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,25 +15,25 @@ class Batch(NamedTuple):
     targets: Array  # [B,Q,A] int32: the class each read-out should give
     target_weights: Array  # [B,Q,A] float32: 1 where an answer counts, else 0
     sources: Array  # [B,T,A] int32: position of the answer, or -1 without one
-    real: Array  # [B,T] bool: queries in the statistics: not padding, and with targets
+    real: Array  # [B,T] bool: queries in the statistics, which are not padding and have targets
     at: Array | None = None  # [B,Q] int32: the queries that are read out; all of them by default
-    # Name -> [B,T]: the cross-entropy of predictors that a model is compared with, where targets count.
+    # Name -> [B,T]: the cross-entropy of predictors to compare a model with, where targets count.
     levels: dict[str, Array] = {}
 
 
 class Patch(NamedTuple):
-    """Sequences of which the last layer reads a part elsewhere, and the answers that this should change.
+    """Sequences in which the last layer reads some positions from another sequence, and the expected new answers.
 
-    A task that knows how it may be solved predicts them; ``measure.evaluate`` counts.
+    A task with a hypothesis about its solution predicts these answers. ``measure.evaluate`` counts how many come true.
     """
 
     tokens: Array  # [B,T,F]
-    other: Array  # [B,T,F]: what is read instead
+    other: Array  # [B,T,F]: the other sequence
     at: Array  # [B,T] bool: positions that are read in the other sequence
     query: Array  # [B] int32: position of the answer
     answer: Array  # [B] int32: the right one
-    predicted: Array  # [B] int32: what it should become
-    counts: Array  # [B] bool: sequences in which something is predicted
+    predicted: Array  # [B] int32: the predicted one
+    counts: Array  # [B] bool: sequences with a prediction
     place: int
     what: tuple[str, ...]  # "key" and "value", or one of them
 
@@ -43,24 +43,24 @@ Rule = tuple[str, bool, str]  # an option, whether its value is valid, what was 
 
 
 class Task:
-    """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise.
+    """Base of tasks. Unless a task says otherwise, tokens are single symbols in sequences of one length.
 
-    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes. What it overrides means
-    what it does here.
+    A task is a frozen dataclass. Its fields are the options of ``config.Task`` that it takes. Its overrides mean the
+    same as here.
     """
 
     length: int
     symbols: int
     places: Any  # names of the read-outs
-    of_tokens: Any  # those whose source depends on the tokens
+    of_tokens: Any  # read-outs whose source depends on the tokens
     roles: Any  # candidate roles of a head: places and statistics of ``jattn.heads``, each pattern under one name
-    metrics: tuple[str, ...]  # of ``measure.claims``, shown for the controls and sweeps
+    metrics: tuple[str, ...]  # metrics of ``measure.claims`` to show for controls and sweeps
     padding: int | None = None  # token that no query sees
     levels: tuple[str, ...] = ()  # names of a batch's levels
     patches: Any = ()  # names of what ``patch`` returns
-    contexts: Any = None  # slices of the early queries and the late ones, if their losses are compared
+    contexts: Any = None  # slices of the early and late queries, if their losses are compared
     causal = True  # whether answers depend on nothing after the query
-    answers_are_tokens = False  # one answer at a time, a token: the read-out may be the embedding
+    answers_are_tokens = False  # a single answer that is a token, so the read-out may be the embedding
     same_length = True  # whether all sequences have one length, padding included
     can_split = True  # whether a ring may split the tokens of a sequence
     can_shorten = False  # whether a shorter sequence poses the same task
@@ -69,7 +69,7 @@ class Task:
         TASKS[kind] = cls
 
     def rules(self) -> list[Rule]:
-        """What is valid for this task, beyond the rules of ``config`` for all."""
+        """Rules for this task's options, in addition to the rules of ``config`` for all tasks."""
         return []
 
     def sample(self, key: Array, batch: int) -> Batch:
@@ -89,7 +89,7 @@ class Task:
         return self.sample(key, batch)
 
     def patch(self, key: Array, batch: int) -> dict[str, Patch]:
-        """Interventions on the last layer, on ``batch`` sequences each, that test how a model solves the task."""
+        """Interventions on the last layer that test how a model solves the task, on ``batch`` sequences each."""
         return {}
 
     @property
@@ -131,7 +131,7 @@ def ask(tokens: Array, values: Array, sources: Array, queries: Array, real: Arra
 
 
 def predict(tokens: Array, targets: Array, real: Array) -> Batch:
-    """The batch of ``tokens [B,T]`` whose answers at ``real [B,T]`` are ``targets [B,T]``, which are at no position."""
+    """The batch of ``tokens [B,T]`` with answers ``targets [B,T]`` at ``real [B,T]``, which have no source."""
     weights = real[..., None].astype(jnp.float32)
     return Batch(tokens[..., None], targets[..., None], weights, jnp.full(weights.shape, -1), real)
 

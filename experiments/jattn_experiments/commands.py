@@ -1,4 +1,4 @@
-"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, one-line errors and exit status.
+"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, one-line errors and exit statuses.
 
 JAX, Orbax and matplotlib take seconds to import, so they are imported only after the options are read.
 """
@@ -22,9 +22,9 @@ from jattn_experiments.runs.terminal import Refused, Terminal, fail, refusing
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Trains an experiment and reports on it."""
+    """Trains an experiment and writes a report on it."""
     if "--distributed" in arguments:
-        stopping.abort_in_one_line()  # to read a config imports JAX
+        stopping.abort_in_one_line()  # reading a config imports JAX
     request = config.load(arguments)
     with stopping.stoppable():
         try:
@@ -32,17 +32,17 @@ def run_command(arguments: Sequence[str]) -> int:
         except BaseException as error:
             if (number := stopping.last_signal()) is None:
                 raise
-            warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
+            warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves unfinished coroutines
             # a library may have converted the exception
             where = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{request.config.name}: stopped"
             status = fail(f"{where}; rerun to resume", status=128 + number)
-    if request.processes is not None and status > 1:  # this one was refused or stopped; the others may go on
+    if request.processes is not None and status > 1:  # this process was refused or stopped; the others may continue
         _leave(status)
     return status
 
 
 def _run(request: config.Request) -> int:
-    # slow to import: a wrong option or --help need not wait for JAX and Orbax
+    # slow to import: a wrong option or --help should not wait for JAX and Orbax
     from jattn_experiments.replicate import FOLDER, replication, with_replication
     from jattn_experiments.run import DifferentConfig, finished, prepared, run
     from jattn_experiments.run_page.document import write_page
@@ -50,13 +50,15 @@ def _run(request: config.Request) -> int:
 
     settings, out, processes = request.config, request.out, request.processes
     if request.replicate and settings.kind is not config.Kind.TRAINING:
-        return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
+        return fail(
+            f"--replicate: expected a config that trains a model, got {settings.name}, which examines a saved model"
+        )
     with contextlib.ExitStack() as stack:
         again = None
         try:
             devices.start(settings, processes)
             stack.enter_context(prepared(settings, out))
-            if request.replicate:  # a replication that is refused is so before the run trains
+            if request.replicate:  # an invalid replication is refused before the run trains
                 again = replication(settings, out, request.replicate, request.replicate_seed)
                 stack.enter_context(prepared(again, out / FOLDER))
         except ValueError as wrong:
@@ -69,7 +71,7 @@ def _run(request: config.Request) -> int:
             findings = run(settings, out) if again is None else finished(settings, out)
             if again is not None:
                 finished(again, out / FOLDER)
-            if findings is None:  # the first process has them
+            if findings is None:  # only the first process has findings
                 return 0
             findings = with_replication(findings, out)
             report = write_page(findings, out)
@@ -85,9 +87,9 @@ def _run(request: config.Request) -> int:
 
 
 def list_command(arguments: Sequence[str]) -> int:
-    """Prints the experiments that come with jattn: ``jattn run NAME``."""
+    """Lists the experiments that come with jattn, by the NAME that jattn run takes."""
     if arguments and arguments[0] not in ("-h", "--help"):
-        return fail(f"list takes no options, got {arguments[0]!r}")
+        return fail(f"list: expected no options, got {arguments[0]!r}")
     config.Parser(prog="jattn list", description=list_command.__doc__).parse_args(arguments)
     table = Table("config", "description", box=None)
     for file in sorted(config.CONFIGS.glob("*.yaml")):
@@ -101,7 +103,7 @@ def list_command(arguments: Sequence[str]) -> int:
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Rewrites the report of a finished run."""
+    """Writes the report of a finished run again."""
     parser = config.Parser(prog="jattn report", description=report_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     out = Path(parser.parse_args(arguments).run)
@@ -116,11 +118,11 @@ def report_command(arguments: Sequence[str]) -> int:
 
 
 def keep_command(arguments: Sequence[str]) -> int:
-    """Saves the parts of a finished run to keep in the repository."""
+    """Saves the parts of a finished run that are worth keeping in a repository."""
     parser = config.Parser(prog="jattn keep", description=keep_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
-    parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
-    parser.add_argument("--replace", action="store_true", help="replace the kept results of another config")
+    parser.add_argument("--to", type=str, default=str(RESULTS), help="folder for kept results")
+    parser.add_argument("--replace", action="store_true", help="also replace results of another config")
     options = parser.parse_args(arguments)
     from jattn_experiments.run_page.keep import finished, keep
 
@@ -134,14 +136,14 @@ def keep_command(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _of_a_finished_run(out: Path) -> Iterator[None]:
-    """Within it, findings are read."""
+    """A context for reading findings."""
     try:
         with refusing("--run", Damaged):
             yield
     except FileNotFoundError:
         raise Refused(f"--run: expected the folder of a finished run, got {str(out)!r}") from None
     except TypeError:
-        raise Refused(f"--run: {str(out)!r} was written by another version; rerun its config") from None
+        raise Refused(f"--run: {str(out)!r} was written by another version of jattn; run its config again") from None
 
 
 def _say_why(error: Exception, out: Path) -> int:
@@ -159,7 +161,9 @@ def _say_why(error: Exception, out: Path) -> int:
         return fail(f"--out: {out}: {error}; rerun to resume from the last checkpoint", status=1)
     import jax
 
-    if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:  # usually another that died
+    if (
+        isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+    ):  # usually because another process died
         line = str(error).splitlines()[0]
         return fail(f"stopped: {line}; {stopping.RESTART}", status=1)
     traceback.print_exception(error)
@@ -167,7 +171,7 @@ def _say_why(error: Exception, out: Path) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends one of several processes immediately: Python's normal exit waits for the others, and they for this one."""
+    """Ends one of several processes immediately. A normal exit would wait for the others, and they for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""``compare``: the heads of two models side by side."""
+"""``jattn compare``: the heads of two models side by side."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +19,15 @@ MANY = 40  # rows of heads that a terminal shows
 
 
 def compare_command(arguments: Sequence[str]) -> int:
-    """Compares the heads of two models: two runs, or two checkpoints of one."""
+    """Compares the heads of two models: two runs, or two checkpoints of one run."""
     parser = config.Parser(prog="jattn compare", description=compare_command.__doc__)
-    run = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
+    run = "folder of a run, or FOLDER@STEP for one of its checkpoints; pass it twice"
     parser.add_argument("--run", type=str, required=True, action="append", help=run)
-    picture = "the first seed's heads, side by side: a PNG, or an HTML page"
+    picture = "picture (.png) or page (.html) with the first seed's heads side by side"
     parser.add_argument("--out", type=str | None, default=None, help=picture)
     options = parser.parse_args(arguments)
     if len(options.run) != 2:
-        return fail(f"--run: expected two runs, got {len(options.run)}")
+        return fail(f"--run: expected two runs (pass --run twice), got {len(options.run)}")
     from jattn_experiments import load_run
 
     with refusing("--run", ValueError, OSError):
@@ -45,7 +45,7 @@ def compare_command(arguments: Sequence[str]) -> int:
 
 
 class Comparison(NamedTuple):
-    """Heads of two models, on the same sequences; R seeds, both models' first ones."""
+    """Heads of two models on the same sequences, for R seeds, the first ones of both models."""
 
     match: np.ndarray  # [R,L,N] the second model's head for each of the first's
     distance: np.ndarray  # [R,L,N] between their mean patterns: Jensen-Shannon over ln 2
@@ -57,8 +57,9 @@ class Comparison(NamedTuple):
 def compare(first: "Saved", second: "Saved") -> Comparison:
     """The heads of two saved models, matched within each layer by their mean patterns.
 
-    Both look at sequences of the first's task. A distance is a difference only above the floor. Raises ``ValueError``
-    for models with other layers or heads, or that read other tokens.
+    Both look at sequences of the first model's task. Only a distance above the floor is a difference.
+
+    Raises ``ValueError`` if the models differ in layers, heads or tokens.
     """
     import jax
     from scipy.optimize import linear_sum_assignment
@@ -77,7 +78,7 @@ def compare(first: "Saved", second: "Saved") -> Comparison:
         ("length", task.max_length, others.max_length),
     ):
         if a != b:
-            raise ValueError(f"expected models of the same {name}, got {a} and {b}")
+            raise ValueError(f"expected two models with the same {name}, got {a} and {b}")
     seeds = min(len(setup.seeds) for setup in setups)
 
     def of_seed(model: Transformer, params: Any, key: jax.Array) -> tuple[Any, ...]:
@@ -113,8 +114,8 @@ def compare(first: "Saved", second: "Saved") -> Comparison:
 
 
 def _show(comparison: Comparison, first_seed: int, first: str, second: str) -> None:
-    title = f"{first} and {second}: heads matched by their patterns"
-    columns = ("seed", "layer", "head", "matched", "distance", "noise floor", "what changed most")
+    title = f"{first} and {second}: heads matched by their attention patterns"
+    columns = ("seed", "layer", "head", "matched", "distance", "noise floor", "largest change")
     table = Table(*columns, title=title, title_justify="left")
     rows = list(np.ndindex(comparison.match.shape))
     for at in rows[:MANY]:

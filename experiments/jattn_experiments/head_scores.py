@@ -1,4 +1,4 @@
-"""What a model's heads do on a batch: the scores tracked during training, and those at the end."""
+"""Scores of a model's heads on a batch: those tracked during training, and those at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def weights_of(model: Transformer, params: Any, tokens: Array) -> Array:
 
 
 def with_entropy(model: Transformer, params: Any, batch: Batch) -> tuple[Array, Array]:
-    """Logits, and the ``entropy [L,N]`` below from the modules' statistics: in linear memory, also in a ring."""
+    """Logits and the ``entropy [L,N]`` below, from the modules' statistics; needs linear memory and works in a ring."""
     logits, statistics, _ = _with_statistics(model, params, batch, ["entropy"], at=batch.at)
     return logits, statistics["entropy"]
 
@@ -40,7 +40,7 @@ def with_entropy(model: Transformer, params: Any, batch: Batch) -> tuple[Array, 
 def _with_statistics(
     model: Transformer, params: Any, batch: Batch, names: Sequence[str], tokens: Array | None = None, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Any]]:
-    """Logits, the statistics ``names [L,N]``, with patterns of ``tokens [B,T]``, and all that the model sows."""
+    """Logits, the statistics ``names [L,N]`` with patterns of ``tokens [B,T]``, and everything that the model sows."""
     patterns = {} if tokens is None else {"tokens": tokens}
     request = {"names": list(names), **patterns, "eligible": batch.real}
     logits, kept = model.apply(params, batch.tokens, sow_statistics=request, mutable=["intermediates"], **options)
@@ -49,7 +49,7 @@ def _with_statistics(
 
 
 def of_layers(layers: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
-    """The statistics ``[L,N]``, averaged over a batch, that the layers' attention has sown."""
+    """The statistics ``[L,N]`` that the layers' attention has sown, averaged over a batch."""
     return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
 
@@ -64,8 +64,8 @@ def scores(
 ) -> tuple[dict[str, Array], Array]:
     """Scores ``[L,N]``, averaged over the batch, and the weights ``[B,L,N,T,T]``.
 
-    For each place, the weight on its source, at queries with a target; then the statistics ``names`` of
-    ``jattn.heads``, over all real queries.
+    For each place, it is the weight on its source at queries with a target. The statistics ``names`` of
+    ``jattn.heads`` follow, over all real queries.
     """
     tokens = batch.tokens[..., 0]
     _, statistics, sown = _with_statistics(model, params, batch, names, tokens, sow_weights=True)
@@ -91,7 +91,8 @@ def offset_profile(weights: Array, batch: Batch) -> Array:
 def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch, shift: ArrayLike = 1) -> dict[str, Array]:
     """Scores ``[L,N]`` of patterns of tokens, each sequence scored against another's tokens and sources.
 
-    The other is ``shift`` before it in the batch. This is what a head scores by chance: part of its roles' null.
+    The other sequence is ``shift`` places before it in the batch. This is a head's score by chance, which is a part of
+    its roles' null.
     """
     tokens, sources = (jnp.roll(x, shift, 0) for x in (batch.tokens[..., 0], batch.sources))
     _, statistics, sown = _with_statistics(model, params, batch, heads.OF_TOKENS, tokens, sow_weights=True)

@@ -1,4 +1,4 @@
-"""The task of k-hop induction, with the patches that test one way to solve it: docs/published.md."""
+"""The task of k-hop induction, with patches that test one way to solve it; see docs/published.md."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from jattn_experiments.batches import Batch, Patch, Rule, Task, letter
 
 @dataclasses.dataclass(frozen=True)
 class Hop(Task, kind="hop"):
-    """k-hop induction: go from a symbol to what followed its last earlier occurrence, k times, and say what is there.
+    """k-hop induction: go from a symbol to what followed its last earlier occurrence, k times, and name that symbol.
 
-    The first token says k, from 0 to ``hops``; read-out k is asked where it is k. Neighbours differ. The answer is one
-    more class where a step has nowhere to go.
+    The first token gives k, from 0 to ``hops``. Read-out k counts if it is k. Neighbours differ. If a step has nowhere
+    to go, the answer is an extra class.
     Source: Sanford, Hsu and Telgarsky, https://arxiv.org/abs/2402.09268, section 4, and its published code.
     """
 
@@ -31,7 +31,7 @@ class Hop(Task, kind="hop"):
 
     @property
     def of_tokens(self) -> tuple[str, ...]:
-        """All places but the query itself."""
+        """All places except the query itself."""
         return self.places[1:]
 
     @property
@@ -40,7 +40,7 @@ class Hop(Task, kind="hop"):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Patterns that a head may have; one hop is an induction head's."""
+        """Patterns that a head may have. One hop is the pattern of an induction head."""
         return (*self.places[1:], "previous_token", "current_token", "first_token", "duplicate_token")
 
     @property
@@ -50,12 +50,12 @@ class Hop(Task, kind="hop"):
 
     @property
     def classes(self) -> int:
-        """Number of different answers: the symbols, and none."""
+        """Number of different answers: the symbols, and "nowhere"."""
         return self.symbols + 1
 
     def rules(self) -> list[Rule]:
         """Neighbours differ."""
-        return [("symbols", self.symbols > 1, "at least 2: neighbours differ")]
+        return [("symbols", self.symbols > 1, "at least 2, because neighbours differ")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         hop_key, symbol_key = jax.random.split(key)
@@ -90,18 +90,18 @@ class Hop(Task, kind="hop"):
     def patch(self, key: Array, batch: int) -> dict[str, Patch]:
         """Tests of one way to go two hops: each position holds its last three symbols, and the last MLP chooses.
 
-        All are at queries whose first hop ends at least three symbols behind the second's end.
+        All tests use queries whose first hop ends at least three symbols after the second hop's end.
 
-        - "near the end": the second's end and the two positions behind it are read in a sequence that shares only the
-          five symbols there, with another symbol at that end. It becomes the answer.
-        - "elsewhere": all other positions are read in the same sequence with that other symbol. It does not.
-        - "leads here": the value at the first hop's end is read in a sequence with another symbol there, which shares
-          only the two symbols before it. The answer is where that symbol leads here, and not where it leads there.
+        - "near the end": the second hop's end and the two positions after it are read from a sequence that shares only
+          the five symbols there, except for another symbol at that end. The other symbol becomes the answer.
+        - "elsewhere": all other positions are read from a sequence that differs in that symbol. The answer stays.
+        - "leads here": the value at the first hop's end is read from a sequence with another symbol there, which shares
+          only the two symbols before it. The answer is where that symbol leads in this sequence, not in the other one.
         """
         if self.hops < 2:
             return {}
         chars_key, query_key, *keys = jax.random.split(key, 6)
-        many = 8 * batch  # of which those are kept that can be changed in this way
+        many = 8 * batch  # keep the queries that can be changed in this way
         chars, rows = self._chars(chars_key, many), jnp.arange(many)
         firsts = self._one_hop(chars)
         ends = jnp.where(firsts < 0, -1, jnp.take_along_axis(firsts, jnp.maximum(firsts, 0), 1))
@@ -141,25 +141,25 @@ class Hop(Task, kind="hop"):
         }
 
     def _anew(self, key: Array, chars: Array, start: Array, stop: Array) -> Array:
-        """``chars [B,T-1]`` from ``start [B]`` to ``stop [B]``, and new ones before and behind."""
+        """``chars [B,T-1]`` from ``start [B]`` to ``stop [B]``, with new symbols before and after."""
         steps = jnp.cumsum(jax.random.randint(key, chars.shape, 1, self.symbols), 1)
         near = jnp.clip(jnp.arange(chars.shape[1])[None], start[:, None], stop[:, None])
         kept, begun = (jnp.take_along_axis(x, near, 1) for x in (chars, steps))
         return (kept + steps - begun) % self.symbols
 
     def _chars(self, key: Array, batch: int) -> Array:
-        """``[B,T-1]``: each symbol but the first is one of those that differ from the one before."""
+        """``[B,T-1]``: random symbols, each different from the one before."""
         steps = jax.random.randint(key, (batch, self.length - 1), 1, self.symbols).at[:, 0].add(-1)
         return jnp.cumsum(steps, 1) % self.symbols
 
     def _behind(self, chars: Array) -> Array:
-        """``[B,T-1,C]``: behind the last occurrence of each symbol before each position; -1 without one."""
+        """``[B,T-1,C]``: the position after the last occurrence of each symbol before each position, or -1."""
         each = jax.nn.one_hot(chars, self.symbols) > 0
         seen = jax.lax.cummax(jnp.where(each, jnp.arange(chars.shape[1])[None, :, None], -2), 1)
         return jnp.pad(seen[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-2) + 1
 
     def _one_hop(self, chars: Array) -> Array:
-        """``[B,T-1]``: where one hop from each position ends; -1: nowhere."""
+        """``[B,T-1]``: where one hop from each position ends, or -1 for nowhere."""
         return jnp.take_along_axis(self._behind(chars), chars[..., None], -1)[..., 0]
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:

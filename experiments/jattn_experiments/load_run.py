@@ -1,4 +1,4 @@
-"""Models of runs at any of their checkpoints."""
+"""Loads the models of runs at any of their checkpoints."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Saved(NamedTuple):
 
 
 def load(run: str) -> Saved:
-    """The model that ``run`` names: a folder, for the last checkpoint, or ``FOLDER@STEP``.
+    """The model that ``run`` names: a folder (the last checkpoint) or ``FOLDER@STEP``.
 
     Raises ``ValueError`` if there is no such run or checkpoint, or it cannot be read.
     """

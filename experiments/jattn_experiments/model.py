@@ -1,7 +1,8 @@
-"""The model of all experiments: a small causal transformer built on jattn's Linen module.
+"""The model of all experiments: a small transformer built on jattn's Linen module.
 
-It is not ``jattn.interop.Transformer``, which has the published families in NNX: here tokens have several fields and
-answers several places, and Linen draws and names the parameters, on which all kept results and checkpoints depend.
+It is not ``jattn.interop.Transformer``, which implements published families in NNX. Here, tokens have several fields
+and answers several places. Linen initializes and names the parameters, and all kept results and checkpoints depend on
+that.
 """
 
 import functools
@@ -19,10 +20,10 @@ from jattn.sharding import HeadParallel, Ring, to_zigzag
 from jattn_experiments import config
 from jattn_experiments.tasks import Task
 
-# Scores times this put all weight on the largest: scores that differ by 1e-4 end up e^-100 apart.
+# Scores times this put all weight on the largest one: scores that differ by 1e-4 end up e^-100 apart.
 SHARPNESS = 1e6
 RELATIVE_BUCKETS = 32
-# Adam moves all parameters at the same pace, but a bias must move farther than a weight; it is learned in these units.
+# Adam moves all parameters at the same pace, but a bias must move farther than a weight, so it has these units.
 RELATIVE_UNIT = 8.0
 
 
@@ -35,7 +36,7 @@ class Transformer(nn.Module):
     num_places: int
     num_classes: int
     padding: int | None = None  # token that no query sees
-    implementation: Ring | HeadParallel | None = None  # on a mesh; a ring's tokens are in zigzag order
+    implementation: Ring | HeadParallel | None = None  # attention on a mesh; a ring's tokens are in zigzag order
 
     @nn.compact
     def __call__(
@@ -119,16 +120,16 @@ class Block(nn.Module):
         return x
 
     def _relative_keys(self, x: Array) -> Array:
-        """``[B,N,T,T]``: ``q . r[distance] / sqrt(head_dim)``, q a projection of ``x [B,T,M]`` of its own.
+        """``[B,N,T,T]``: ``q . r[distance] / sqrt(head_dim)``, where q is a separate projection of ``x [B,T,M]``.
 
-        Source: Shaw et al., https://arxiv.org/abs/1803.02155, section 3.2, with all distances told apart.
+        Source: Shaw et al., https://arxiv.org/abs/1803.02155, section 3.2, with a vector for every distance.
         """
         options, (batch, length, _) = self.options, x.shape
         each = options.num_heads, options.head_dim
         query = nn.DenseGeneral(each, use_bias=False, kernel_init=_kernel_init(options), name="relative_query")(x)
         table = self.param("relative_keys", nn.initializers.normal(options.embed_scale), (length, *each))
         scores = jnp.einsum("btnh,dnh->bntd", query, table[::-1]) / options.head_dim**0.5  # distances T-1 to 0
-        # Row t moves left by T-1-t, so that a query's own position has distance 0: rows of one more number, cut anew.
+        # Row t moves left by T-1-t, so that a query's own position has distance 0: pad each row by one, then reshape.
         wider = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (1, 0)))
         return wider.reshape(batch, options.num_heads, length + 1, length)[:, :, 1:]
 

@@ -1,16 +1,16 @@
-"""When something happens in training, and in which order over seeds."""
+"""When quantities change in training, and in which order over seeds."""
 
 import numpy as np
 from scipy.stats import betabinom, binomtest
 
-FEW = 3  # seeds, below which nothing is said about others
+FEW = 3  # least number of seeds for statements about other seeds
 
 
 def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """``[R]``: the step at which each row of ``values [R,P]`` has risen half its way, from its first to its largest.
+    """``[R]``: the step at which each row of ``values [R,P]`` is halfway from its first to its largest value.
 
-    Between two of the ``steps [P]``, by a straight line; the last step for a row that never rises, and NaN for one with
-    a NaN.
+    It is interpolated linearly between two of the ``steps [P]``. A row that never rises gets the last step, and a row
+    with a NaN gets NaN.
     """
     level, times = (values[:, 0] + values.max(1)) / 2, []
     for row, half in zip(values, level, strict=True):
@@ -24,7 +24,7 @@ def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def half_fall(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """``[R]``: the step at which each row of ``values [R,P]`` has fallen half its way from its largest, as above."""
+    """``[R]``: the step at which each row of ``values [R,P]`` has made half of its fall from its largest value."""
     largest = values.argmax(1)[:, None]
     begun = np.arange(values.shape[1])[None] >= largest
     return half_way(steps, -np.where(begun, values, np.take_along_axis(values, largest, 1)))
@@ -43,7 +43,7 @@ def rate(passed: int, of: int) -> list[float] | None:
 def again(passed: int, of: int, needed: int) -> float | None:
     """The probability that a claim would hold on as many other seeds; None for few seeds.
 
-    By the beta-binomial distribution of their number that pass, with Jeffreys' prior over the share.
+    The number of seeds that pass has a beta-binomial distribution, with Jeffreys' prior over the share.
     """
     if of < FEW:
         return None

@@ -1,4 +1,4 @@
-"""What a step does with gradients: AdamW, or Muon for kernels, with attention's seen in one of three ways."""
+"""Optimizers: AdamW, or Muon for kernels, which treats attention's kernels in one of three ways."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ OUT = "out"
 
 
 def make(config: Config) -> optax.GradientTransformation:
-    """Gradients clipped, then AdamW or Muon, at rates that warm up and decay."""
+    """Clips gradients, then applies AdamW or Muon at rates that warm up and decay."""
     train = config.train
 
     def schedule(peak: float) -> optax.Schedule:
@@ -29,7 +29,7 @@ def make(config: Config) -> optax.GradientTransformation:
             adam_b2=train.b2,
             adam_weight_decay=train.weight_decay,
             adam_learning_rate=schedule(train.learning_rate),
-            # None: every array of two axes, so biases [N,H] and tables, but no kernel [M,N,H].
+            # None means every array of two axes: biases [N,H] and tables, but no kernel [M,N,H].
             muon_weight_dimension_numbers={
                 "muon": None,
                 "muon_joint": functools.partial(kernels, per_head=False),
@@ -40,10 +40,10 @@ def make(config: Config) -> optax.GradientTransformation:
 
 
 def kernels(params: Any, per_head: bool) -> Any:
-    """Which axes of each kernel Muon orthogonalises; None for what Adam takes: biases, embeddings, the read-out.
+    """The axes of each kernel that Muon orthogonalises; None for biases, embeddings and the read-out (Adam).
 
-    Kernels of query, key and value are ``[M,N,H]``, of the output ``[N,H,M]``: a matrix for each head, or, with all
-    heads side by side, ``[M,N*H]`` and ``[N*H,M]``.
+    Kernels of query, key and value are ``[M,N,H]``, and kernels of the output ``[N,H,M]``. They are one matrix per
+    head, or with all heads side by side the matrices ``[M,N*H]`` and ``[N*H,M]``.
     """
 
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:

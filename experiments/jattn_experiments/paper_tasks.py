@@ -1,4 +1,4 @@
-"""Tasks of published papers, for comparison with their numbers: docs/published.md."""
+"""Tasks from published papers, to compare with their numbers; see docs/published.md."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from jattn_experiments.batches import Batch, Rule, Task, letter, permutations, p
 
 @dataclasses.dataclass(frozen=True)
 class Markov(Task, kind="markov"):
-    """Predict the next symbol of a Markov chain whose transitions are new in every sequence.
+    """Predict the next symbol of a Markov chain with new transitions in every sequence.
 
     ``prior``: rows of the transition matrix are uniform over distributions, or the matrix is uniform over doubly
-    stochastic ones of two symbols, whose single symbols are equally frequent. Chains start from the stationary
-    distribution. ``levels``: the best predictors, given the prior over rows, from single symbols and from pairs, and
+    stochastic matrices of two symbols, in which both symbols are equally frequent. Chains start from the stationary
+    distribution. ``levels``: the best predictors from single symbols and from pairs, given the prior over rows, and
     the chain itself.
     Source: Edelman et al., https://arxiv.org/abs/2402.11004, section 2.
     """
@@ -38,7 +38,7 @@ class Markov(Task, kind="markov"):
     def rules(self) -> list[Rule]:
         """Two symbols at least, and exactly two with doubly stochastic transitions."""
         good = self.symbols > 1 and (self.prior == "dirichlet" or self.symbols == 2)
-        return [("symbols", good, "at least 2, and 2 with doubly_stochastic")]
+        return [("symbols", good, "at least 2, and exactly 2 with task.prior=doubly_stochastic")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` chains, with a target at every query."""
@@ -79,9 +79,9 @@ class Markov(Task, kind="markov"):
 
 @dataclasses.dataclass(frozen=True)
 class Recall(Task, kind="recall"):
-    """Multi-query associative recall: pairs of a key and a value, then each key again, among blanks.
+    """Multi-query associative recall: pairs of a key and a value, then each key again among blanks.
 
-    The second occurrences are nearer more often than farther, by a power law. Answers are the values, at these alone.
+    Small distances to the second occurrences are more frequent, by a power law. Only these occurrences have answers.
     Source: Arora et al., https://arxiv.org/abs/2312.04927, section 3, and its published code.
     """
 
@@ -100,7 +100,7 @@ class Recall(Task, kind="recall"):
     def rules(self) -> list[Rule]:
         """The pairs fit into the sequence twice, and their tokens are distinct."""
         most = min(self.length // 4, (self.symbols - 2) // 2)
-        return [("pairs", self.pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
+        return [("pairs", self.pairs <= most, f"at most {most} (a quarter of task.length, half of task.symbols)")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         key_key, value_key, gap_key = jax.random.split(key, 3)
@@ -123,7 +123,7 @@ class Recall(Task, kind="recall"):
         )
 
     def _distinct(self, key: Array, batch: int, low: int, high: int) -> Array:
-        """``[batch,pairs]``: distinct ids in ``[low, high)``, one of each part of that range, in any order."""
+        """``[batch,pairs]``: distinct ids in ``[low, high)``, one from each part of that range, in random order."""
         part_key, order_key = jax.random.split(key)
         part = (high - low) // self.pairs
         ids = low + part * jnp.arange(self.pairs)[None] + jax.random.randint(part_key, (batch, self.pairs), 0, part)
@@ -135,7 +135,7 @@ class Recall(Task, kind="recall"):
 
 @dataclasses.dataclass(frozen=True)
 class Histogram(Task, kind="histogram"):
-    """How often does this token occur in the sequence, before and after it? Lengths are random, padded at the end.
+    """Count how often each token occurs in the whole sequence. Lengths are random, with padding at the end.
 
     Source: Weiss et al., https://arxiv.org/abs/2106.06981, section 5 (histograms without a first token).
     """
@@ -153,7 +153,7 @@ class Histogram(Task, kind="histogram"):
     can_split = False
 
     def rules(self) -> list[Rule]:
-        """The shortest sequence is no longer than all."""
+        """The shortest sequence is at most as long as the longest one."""
         return [("shortest", self.shortest <= self.length, f"at most task.length={self.length}")]
 
     @property
@@ -178,7 +178,7 @@ class Histogram(Task, kind="histogram"):
         return self._of_lengths(symbol_key, lengths)
 
     def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout: all of the longest length."""
+        """Sequences of one layout, all of the longest length."""
         return self._of_lengths(key, jnp.full((batch, 1), self.length))
 
     def _of_lengths(self, key: Array, lengths: Array) -> Batch:

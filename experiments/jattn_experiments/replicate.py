@@ -1,4 +1,4 @@
-"""Replication of a run: the same recipe and the same claims on fresh seeds that nobody chose."""
+"""Replication of a run: the same recipe and the same claims on fresh seeds that nobody has chosen."""
 
 import dataclasses
 import secrets
@@ -12,26 +12,26 @@ from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Damaged, read_json
 
-FOLDER = "replication"  # inside the run's
+FOLDER = "replication"  # a folder in the run's folder
 FIRST_SEED = "train.first_seed"
 LARGEST_SEED = 2**32  # a key is made of 32 bits
-# What a replication adds to a claim's row.
+# The fields that a replication adds to a claim's row.
 _KEPT = ("seeds", "values", "passed", "failed", "needed", "holds", "rate", "again")
 
 
 def replication(config: Config, out: Path, count: int, first_seed: int | None) -> Config:
-    """``config`` on ``count`` seeds from ``first_seed`` on, to train in ``out/replication``.
+    """``config`` with ``count`` seeds starting at ``first_seed``, to train in ``out/replication``.
 
-    By default the first seed is drawn from the system's entropy, once for a folder. Raises ``Damaged`` if that folder
+    By default the first seed is drawn from the system's entropy, once per folder. Raises ``Damaged`` if that folder
     holds no config of a run.
     """
     return fresh(config, count, _first_seed(out / FOLDER, config, count) if first_seed is None else first_seed)
 
 
 def fresh(config: Config, count: int, first_seed: int) -> Config:
-    """``config`` on other seeds, as many of which must pass each claim as before, in proportion.
+    """``config`` on other seeds, of which the same share must pass each claim.
 
-    Controls with a first seed of their own take the fresh one, too; those with a number of seeds keep it.
+    Controls that set a first seed also take the fresh one. Controls that set a number of seeds keep it.
     """
 
     def without_first_seed(changed: Any) -> Any:
@@ -50,7 +50,7 @@ def fresh(config: Config, count: int, first_seed: int) -> Config:
 
 
 def _first_seed(beside: Path, config: Config, count: int) -> int:
-    """The seed of the replication that is there, or one that no tuning or judging uses."""
+    """The first seed of the existing replication, or a new one that no tuning or judging has used."""
     file = beside / "config.json"
     if devices.is_first() and file.exists():
         saved = read_json(file, dict, "the config of a run")
@@ -67,7 +67,7 @@ def _first_seed(beside: Path, config: Config, count: int) -> int:
 
 
 def with_replication(findings: Findings, out: Path) -> Findings:
-    """The findings with what the replication in ``out``, if there is a finished one, says of each claim."""
+    """The findings, with each claim's result in the finished replication in ``out``, if there is one."""
     try:
         beside = Findings.load(out / FOLDER)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One experiment end to end: trains it and its controls, measures, judges the claims, saves the findings."""
+"""Runs one experiment end to end: trains it and its controls, measures, judges the claims, saves the findings."""
 
 import contextlib
 import dataclasses
@@ -28,14 +28,14 @@ EXAMINATIONS = {
 
 
 class DifferentConfig(Exception):
-    """The folder holds a run of another config; one line per differing key."""
+    """The folder holds a run of another config. The arguments are one line for each differing key."""
 
 
 @contextlib.contextmanager
 def prepared(config: Config, out: Path) -> Iterator[None]:
-    """Marks ``out`` as a run of ``config`` before training starts; within it, other runs are locked out.
+    """Marks ``out`` as a run of ``config`` before training starts, and locks other runs out of it.
 
-    Several processes of one run count as one owner: the first holds the lock.
+    Several processes of one run count as one owner: the first process holds the lock.
 
     Raises:
         ValueError: a claim names an unknown metric; a pretrained model, the model to start from or devices of the mesh
@@ -66,13 +66,13 @@ def _check_training(config: Config, out: Path) -> None:
     claims.check(config)
     devices.check(config)
     for one, folder in _trainings(config, out).values():
-        if one.train.start and not saved_steps(folder / "checkpoints"):  # a run that resumes does not need its start
+        if one.train.start and not saved_steps(folder / "checkpoints"):  # a resumed run does not read train.start again
             setup = Setup.of(one)
             setup.start(setup.init())
 
 
 def _trainings(config: Config, out: Path) -> dict[str, tuple[Config, Path]]:
-    """The config and folder of the run, under "", of its controls and of the points of its sweep."""
+    """The config and folder of the run (as ""), of its controls and of the points of its sweep."""
     itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
     trainings = {"": (config, out)}
     for name, variant in variants(config).items():
@@ -89,15 +89,15 @@ def _mark(config: Config, out: Path) -> None:
         write_atomically(file, json.dumps(plain, indent=1).encode())
         return
     saved = read_json(file, dict, "the config of a run")
-    # The mesh does not affect the numbers: a run can resume on more or fewer devices.
+    # The mesh does not affect the numbers, so a run can resume on more or fewer devices.
     if different := differences(saved | {"mesh": None}, plain | {"mesh": None}):
-        raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
+        raise DifferentConfig(*(f"{out} holds a run of another config: {line}" for line in different))
 
 
 def run(config: Config, out: Path) -> Findings | None:
     """Trains ``config`` and its controls in a prepared ``out``, or resumes; writes and returns the findings.
 
-    A saved model is only examined. With several processes, the first returns findings and the others None.
+    A saved model is only examined. With several processes, the first returns the findings and the others None.
 
     Raises:
         Diverged: the loss of a seed is not finite.
@@ -115,10 +115,10 @@ def run(config: Config, out: Path) -> Findings | None:
 
 
 def finished(config: Config, out: Path) -> Findings | None:
-    """The findings in ``out`` if the run has finished there, otherwise those of ``run``, also its errors."""
+    """The findings in ``out`` if the run has finished there, otherwise those of ``run``, which may raise."""
     findings = None
     if devices.is_first():
-        with contextlib.suppress(FileNotFoundError, Damaged, TypeError):  # unfinished, altered or of another version
+        with contextlib.suppress(FileNotFoundError, Damaged, TypeError):  # unfinished, altered or from another version
             findings = Findings.load(out)
     if devices.agreed(np.array(findings is not None)):
         return findings
@@ -140,7 +140,7 @@ def _train(config: Config, out: Path) -> Findings | None:
 
 
 def _result(run: Trained) -> claims.Result:
-    setup, first = run.setup, devices.is_first()  # which holds the history
+    setup, first = run.setup, devices.is_first()  # the first process holds the history
     trained, untrained = evaluate.measure(setup, run.params, run.untrained)
     looks, metrics = (run.history.scores(), run.history.metrics()) if first else ((np.zeros(0), {}),) * 2
     parameters = sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(run.params))  # of one seed's model

@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned: the options of all tasks, of which ``jattn_experiments.tasks`` takes those of the kind.
+    """The task: the options of all kinds, from which ``jattn_experiments.tasks`` takes those of the chosen kind.
 
     Attributes:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
-            "induction" (what followed the previous occurrence), "skills" (fixed distances and values), or one of
-            published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
+            "induction" (what followed the previous occurrence), "skills" (fixed distances and values), or a task from
+            a published paper: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
             (how often a token occurs), "hop" (induction several times) or "text" (the next word of Python's
             documentation).
         symbols: Number of distinct values to copy; recall: size of the vocabulary.
-        length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
+        length: Tokens in a sequence (copy: twice the number of keys). copy_string uses shortest and longest instead.
         shortest: Shortest string of copy_string in training; shortest period of induction; shortest sequence of
             histogram.
         longest: Longest string of copy_string in training; longest period of induction.
-        farthest: copy_string: longest string in the curve over length.
+        farthest: copy_string: longest string in the curve of accuracy over length.
         offsets: shift_bank: distances back to copy from.
         pairs: recall: keys and values in a sequence.
-        hops: hop: most hops.
-        prior: markov: what rows of transitions are drawn from; doubly_stochastic takes two symbols.
+        hops: hop: largest number of hops.
+        prior: markov: distribution of the transition matrices; doubly_stochastic needs two symbols.
     """
 
     kind: str = "copy"
@@ -44,22 +44,22 @@ class Model:
     """The transformer.
 
     Attributes:
-        num_layers: Layers, with one attention each.
+        num_layers: Number of layers, each with one attention.
         num_heads: Query heads per layer.
         num_kv_heads: Key/value heads; null means num_heads.
         model_dim: Width of the residual stream.
         head_dim: Dimension of a query/key head.
         value_dim: Dimension of a value head; null means head_dim.
-        mlp_dim: Hidden width of the MLP after each attention; 0: no MLP.
-        norm: Whether attention, MLP and read-out have layer norms before them.
-        position: How positions are encoded; "relative": a learned bias over distances, "relative_keys": a learned
-            vector for each distance, whose product with a query is added to its score.
+        mlp_dim: Hidden width of the MLP after each attention; 0 means no MLP.
+        norm: Whether a layer norm precedes attention, MLP and read-out.
+        position: How positions are encoded. "relative" learns a bias for each distance. "relative_keys" learns a vector
+            for each distance and adds its product with the query to the score.
         rotary_base: rotary: base of the wavelengths.
         embed_scale: Standard deviation of the initial embeddings.
-        kernel_scale: Standard deviation of the initial kernels; null means LeCun's.
-        causal: Whether a query sees the tokens up to its own only, or all.
-        window: Tokens that a query sees, up to its own; null means all.
-        tied: Whether the read-out is the embedding of the tokens.
+        kernel_scale: Standard deviation of the initial kernels; null means LeCun initialization.
+        causal: Whether a query sees only the tokens up to its own, rather than all.
+        window: Number of tokens that a query sees, including its own; null means all.
+        tied: Whether the read-out shares its weights with the token embedding.
     """
 
     num_layers: int = 1
@@ -84,31 +84,31 @@ class Train:
     """Training: AdamW or Muon with warm-up, cosine decay and clipping.
 
     Attributes:
-        seeds: Number of seeds, trained at once.
+        seeds: Number of seeds, which are trained together.
         first_seed: The first seed; the others follow it.
-        steps: Updates.
+        steps: Number of updates.
         batch: Sequences per update.
-        optimizer: "adamw"; or Muon for the kernels and AdamW for the rest: "muon" as optax has it, which takes every
-            array of two axes and so none of attention's kernels, "muon_joint" with all heads of a kernel as one matrix,
-            "muon_per_head" with a matrix for each.
+        optimizer: "adamw", or Muon for the kernels and AdamW for everything else. "muon" follows optax, which applies
+            Muon to arrays of two axes and thus to no kernel of attention. "muon_joint" treats all heads of a kernel as
+            one matrix, "muon_per_head" each head as its own matrix.
         learning_rate: Peak learning rate.
-        muon_rate: Muon: peak learning rate of what it takes; AdamW's is learning_rate.
-        final_rate: Learning rate at the end, as a fraction of the peak.
-        warmup: Steps of linear warm-up.
+        muon_rate: Peak learning rate of the kernels that Muon updates; AdamW's is learning_rate.
+        final_rate: Final learning rate, as a fraction of the peak.
+        warmup: Number of steps of linear warm-up.
         b2: Decay of Adam's second moment.
         weight_decay: AdamW's weight decay.
         clip: Maximum global gradient norm.
-        entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
-        entropy_after: Share of the steps (0 to 1) after which that penalty begins; heads choose sooner without it.
-        entropy_below: Loss in nats below which that penalty counts, in each step and for each seed: heads that have
-            yet to learn are let alone; null means any loss.
-        place_weights: Loss weight of each place; null means 1 each.
-        log_every: Steps averaged in each line of metrics.
-        look_every: Steps between looks at the heads.
-        checkpoint_every: Steps between checkpoints, a multiple of look_every.
-        keep: Newest checkpoints to keep; 0 keeps all.
-        start: A run's folder, or FOLDER@STEP for one of its checkpoints, whose parameters training starts from; empty:
-            random ones. Read once: a run that resumes does not need it.
+        entropy_penalty: Loss weight of the heads' mean entropy (0 to 1). It makes heads concentrate their weight.
+        entropy_after: Share of the steps (0 to 1) before that penalty begins. A later start lets heads learn first.
+        entropy_below: Loss in nats below which that penalty applies, checked for each seed in each step; null means at
+            any loss. It spares heads that have not learned yet.
+        place_weights: Loss weight of each place; null means 1 for each.
+        log_every: Number of steps averaged in each line of metrics.
+        look_every: Number of steps between looks at the heads.
+        checkpoint_every: Number of steps between checkpoints, a multiple of look_every.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        start: Where training starts: the parameters of a run (its folder) or of one of its checkpoints (FOLDER@STEP).
+            Empty means random parameters. A resumed run does not read it again.
     """
 
     seeds: int = 5
@@ -139,10 +139,10 @@ class Evaluate:
     """Evaluation.
 
     Attributes:
-        batch: Fresh sequences per seed.
-        lengths: copy_string: lengths in the curve over length.
-        look_length: shift_bank: tokens per sequence when looking at heads, if the weights of whole sequences do
-            not fit; null means task.length. Loss and accuracy always use whole sequences.
+        batch: Number of fresh sequences per seed.
+        lengths: copy_string: lengths in the curve of accuracy over length.
+        look_length: shift_bank: tokens per sequence for looks at the heads, in case the attention weights of whole
+            sequences do not fit into memory; null means task.length. Loss and accuracy always use whole sequences.
     """
 
     batch: int = 1024
@@ -155,9 +155,9 @@ class Mesh:
     """The devices that train together: data x heads x sequence.
 
     Attributes:
-        data: Devices that split the sequences of a batch.
-        heads: Devices that split the heads of each attention, and their parameters.
-        sequence: Devices that split the tokens of each sequence.
+        data: Number of devices that split the sequences of a batch.
+        heads: Number of devices that split the heads of each attention, and their parameters.
+        sequence: Number of devices that split the tokens of each sequence.
     """
 
     data: int = 1
@@ -172,11 +172,11 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceEncoder:
-    """A pretrained sentence encoder, examined instead of trained.
+    """A pretrained sentence encoder to examine. It is not trained.
 
     Attributes:
         folder: Folder of a saved BERT-family model, with config.json, *.safetensors and tokenizer.json.
-        package: Installed package that contains the folder; empty if none.
+        package: Installed package that contains the folder; empty for a folder outside any package.
         groups: Groups of sentences with the same meaning.
     """
 
@@ -187,17 +187,17 @@ class SentenceEncoder:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A pretrained language model, examined instead of trained.
+    """A pretrained language model to examine. It is not trained.
 
     Attributes:
-        model: "smollm2", "gemma3", a GGUF file, or the folder of a saved model that jattn.interop loads; empty if none.
+        model: "smollm2", "gemma3", a GGUF file, or the folder of a saved model that jattn.interop loads; or empty.
         first: Token that every sequence begins with.
-        seed: Of the random tokens, the choice of text and the matched groups.
-        sequences: Sequences of random tokens that heads are chosen on, as many others that they are tested on, and
-            as many of text from the Python documentation (pydoc_data of the standard library).
-        period: Random tokens before they repeat; every sequence has 1 + 2 * period tokens.
-        group: Heads in a group: those with the largest score.
-        matched: Random groups that each group is compared with, matched in layer and output norm.
+        seed: Seed of the random tokens, the choice of text and the matched groups.
+        sequences: Number of random sequences on which heads are chosen. As many others test the heads, and as many
+            sequences are text from the Python documentation (pydoc_data of the standard library).
+        period: Number of random tokens before they repeat; every sequence has 1 + 2 * period tokens.
+        group: Number of heads in a group: those with the largest score.
+        matched: Number of random groups to compare each group with, matched in layer and output norm.
     """
 
     model: str = ""
@@ -211,22 +211,23 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class LongTexts:
-    """What a language model's heads do in long texts; no toy model is trained.
+    """What a language model's heads do in long texts. No toy model is trained.
 
     Attributes:
-        lengths: Tokens of a text with a needle, its question and answer; empty: no long texts. Text and needles are
-            those of language.seed.
-        depths: Places of the needle, evenly from the start of the text to its end; a single one is the middle.
-        chosen: Texts on which heads are chosen: of the Python documentation, then of its library's source.
-        texts: Others on which all is judged: of the documentation, the source, and packages' licences.
-        ablated: Tokens of the texts on which heads are chosen, switched off, or hindered from seeing the needle.
-        sizes: How many of the heads with the largest retrieval scores are switched off, in the curve; at most half of
-            all.
-        distances: Tokens between a random sequence and its repeat.
-        window: Tokens that a query sees in a cache that rolls.
-        streamed: Tokens read through that cache.
-        pictured: Tokens of the text whose weights the report shows in blocks.
-        windows: Of a model some of whose layers have a window: other windows, which they are given without training.
+        lengths: Numbers of tokens of a text with its needle, question and answer; empty means no long texts.
+            language.seed chooses the text and the needles.
+        depths: Number of places for the needle, spread evenly from the start of the text to its end. A single place is
+            the middle.
+        chosen: Number of texts on which heads are chosen, from the Python documentation and its library's source.
+        texts: Number of other texts that judge the heads, from the documentation, the source and packages' licences.
+        ablated: Tokens of the texts on which heads are chosen, switched off, or prevented from seeing the needle.
+        sizes: Numbers of heads with the largest retrieval scores to switch off, for the curve; at most half of all
+            heads.
+        distances: Numbers of tokens between a random sequence and its repeat.
+        window: Number of tokens that a query sees in a rolling cache.
+        streamed: Number of tokens read through that cache.
+        pictured: Number of tokens in the text whose weights the report shows in blocks.
+        windows: Other windows to give to the layers that have one, without training.
     """
 
     lengths: list[int] = dataclasses.field(default_factory=list)
@@ -244,16 +245,16 @@ class LongTexts:
 
 @dataclasses.dataclass(frozen=True)
 class Circuits:
-    """Circuits of a language model, chosen on some pairs of texts and judged on others; no toy model is trained.
+    """Circuits of a language model, chosen on some pairs of texts and judged on others. No toy model is trained.
 
     Attributes:
-        pairs: Pairs of texts on which edges are chosen, and others on which they are judged; 0: no circuits. Names and
-            random tokens are those of language.seed.
-        steps: Inputs on the way from corrupt to clean at which derivatives are taken (EAP-IG).
-        sizes: Edges of the circuits.
-        lengths: Tokens of a sequence that repeats, the first for all that is told of copying; more than one: whether
-            the circuit is the same at all.
-        compared: Edges of the circuits that are compared over lengths, and whose page is written; one of sizes.
+        pairs: Number of pairs of texts on which edges are chosen; as many others judge them. 0 means no circuits.
+            language.seed chooses the names and random tokens.
+        steps: Number of inputs between corrupt and clean at which derivatives are taken (EAP-IG).
+        sizes: Numbers of edges of the circuits.
+        lengths: Numbers of tokens of a repeated sequence. Results on copying use the first. With several, the circuit
+            is compared across lengths.
+        compared: Number of edges of the circuits that are compared across lengths and shown on pages; one of sizes.
     """
 
     pairs: int = 0
@@ -270,9 +271,9 @@ class Claim:
     Attributes:
         name: Short name.
         statement: The claim in words.
-        metric: A metric of the run; of a control, as CONTROL:METRIC; of a point of the sweep, as
-            OPTION=VALUE:METRIC.
-        minus: Another one, which is taken away from it on each seed; null for none.
+        metric: A metric of the run (METRIC), of a control (CONTROL:METRIC), or of a point of the sweep
+            (OPTION=VALUE:METRIC).
+        minus: Another metric to subtract from it for each seed, or null.
         needed: Number of seeds that must pass.
         at_least: Lower bound on the metric; give this or at_most.
         at_most: Upper bound on the metric.
@@ -288,13 +289,13 @@ class Claim:
 
 
 class Kind(enum.Enum):
-    """What a run does with its config."""
+    """The kinds of runs."""
 
     TRAINING = "trains a transformer on a task"
     SENTENCE_ENCODER = "examines a saved sentence encoder"
-    LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
+    LANGUAGE_MODEL = "examines a saved language model, and a toy model that it trains for comparison"
     LONG_TEXTS = "examines a saved language model on long texts"
-    CIRCUITS = "looks for circuits of a saved language model"
+    CIRCUITS = "finds circuits of a saved language model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,20 +304,20 @@ class Config:
 
     Attributes:
         name: Name of the experiment; the run folder is runs/NAME unless --out says otherwise.
-        description: One or two sentences for the top of the report.
-        task: What is learned.
+        description: Short text for the top of the report.
+        task: The task to learn.
         model: The transformer.
         train: Training.
         evaluate: Evaluation.
-        mesh: The devices that train together; a run can resume on another mesh.
-        pretrained: A sentence encoder to examine; task, model, train and evaluate must then be left out.
-        language: A language model to examine; task, model, train and evaluate are those of a toy model, which is
-            trained and examined beside it.
-        long: The long texts on which the language model is examined instead; there is no toy model then.
-        circuits: The circuits of the language model that are looked for instead; there is no toy model then.
+        mesh: The devices that train together. A run can resume on another mesh.
+        pretrained: A sentence encoder to examine. Leave out task, model, train and evaluate then.
+        language: A language model to examine. Then task, model, train and evaluate describe a toy model, which is
+            trained and examined for comparison.
+        long: Long texts on which to examine the language model. There is no toy model then.
+        circuits: Circuits to find in the language model. There is no toy model then.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
-        sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
-            drawn over it. A value may bring others along: {model.model_dim: 256, train.learning_rate: 1.0e-3}.
+        sweep: Option -> values. Each combination is another control. If the first option is numeric, curves are
+            drawn over it. A value may set other options as well: {model.model_dim: 256, train.learning_rate: 1.0e-3}.
         claims: What the run should show.
     """
 
@@ -337,7 +338,7 @@ class Config:
 
     @property
     def kind(self) -> Kind:
-        """What a run does: it examines the saved model of the section that is given, or else trains."""
+        """The kind of this run: it examines the saved model of the section that is set, or trains if none is."""
         if self.pretrained != SentenceEncoder():
             return Kind.SENTENCE_ENCODER
         if self.long.lengths:

@@ -24,9 +24,9 @@ from jattn_experiments.text_task import Text as Text
 class CopyFromFourPlaces(Task, kind="copy"):
     """Copy from four places at once.
 
-    A token is a key and a value. The keys are permuted within each half; the values are random. In the second
+    A token is a key and a value. The keys are permuted within each half, and the values are random. In the second
     half the read-outs copy the value one position back, five back, at the mirrored position, and at the position
-    in the first half with the same key. Queries whose four positions are not all different do not count, so
+    in the first half with the same key. Queries without four different positions do not count, so
     attention to one position answers one read-out and must guess the other three.
     """
 
@@ -68,7 +68,7 @@ class CopyFromFourPlaces(Task, kind="copy"):
 
 @dataclasses.dataclass(frozen=True)
 class CopyString(Task, kind="copy_string"):
-    """Copy a string of random length: ``BOS s SEP s``, next-token prediction of the second ``s``."""
+    """Copy a string of random length: next-token prediction of the second ``s`` in ``BOS s SEP s``."""
 
     symbols: int = 32
     shortest: int = 4
@@ -88,7 +88,7 @@ class CopyString(Task, kind="copy_string"):
 
     @property
     def trained_length(self) -> int:
-        """Tokens in a sequence of a batch: those of the longest string."""
+        """Tokens in a sequence of a batch, which has room for the longest string."""
         return 2 * self.longest + 1
 
     @property
@@ -189,15 +189,15 @@ class Induction(Task, kind="induction"):
     answers_are_tokens = True
 
     def rules(self) -> list[Rule]:
-        """Two periods fit into a sequence, and its symbols are enough."""
+        """Two periods fit into a sequence, and there are enough symbols."""
         longest = min(self.length // 2, self.symbols)
         return [
-            ("longest", self.longest <= longest, f"at most {longest}, half of task.length"),
+            ("longest", self.longest <= longest, f"at most {longest}, half of task.length or task.symbols"),
             ("symbols", self.symbols >= self.length - self.longest, "at least task.length - task.longest"),
         ]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences of either kind, at random."""
+        """``batch`` sequences, each randomly of one of the two kinds."""
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
         tokens, first, at_keys = _pairs_twice(pairs_key, batch, self.length, self.symbols)
@@ -227,7 +227,7 @@ class Skills(Task, kind="skills"):
 
     Pairs of a key and a value, then the same pairs in another order; no token occurs in two pairs. Targets are at the
     keys of the second half where the four answers differ. The first three are a matter of position. The last one takes
-    two heads in a row: that a value belongs to a key can only be told by their being neighbours.
+    two heads in a row, because only their being neighbours shows that a value belongs to a key.
     """
 
     length: int = 32

@@ -1,4 +1,4 @@
-"""A task of real text: Python's own documentation, in a new code in every sequence."""
+"""A task with real text: Python's own documentation, encoded anew in every sequence."""
 
 import dataclasses
 import functools
@@ -12,18 +12,18 @@ from jax import Array
 
 from jattn_experiments.batches import Batch, Rule, Task, permutations, predict
 
-BLOCK = 1024  # words in a row that are held out, or not
-HELD_OUT = 8  # one block of so many
+BLOCK = 1024  # consecutive words that are held out or trained on together
+HELD_OUT = 8  # one block out of this many is held out
 
 
 @dataclasses.dataclass(frozen=True)
 class Text(Task, kind="text"):
-    """Predict the next word of a text whose words are symbols, drawn anew for every sequence.
+    """Predict the next word of a text in which symbols, drawn anew for every sequence, replace the words.
 
-    Words come as often, and again as soon and in the same company, as in the text, and only the sequence itself tells
-    which symbol follows which. Heads are scored on random symbols that repeat with a random period, at all queries but
-    those of the first. The in-context learning score compares the second and the last sixteenth of a sequence; the 50th
-    and the 500th of the published 512 tokens are near their middles.
+    Words keep the frequencies, distances and neighbours that they have in the text, but only the sequence itself tells
+    which symbol follows which. Heads are scored on random symbols that repeat with a random period, at all queries
+    after the first period. The in-context learning score compares the second and the last sixteenth of a sequence. The
+    50th and the 500th of the 512 tokens in the paper are near their middles.
     Source: Olsson et al., https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads
     """
 
@@ -38,16 +38,20 @@ class Text(Task, kind="text"):
     answers_are_tokens = True
 
     def rules(self) -> list[Rule]:
-        """Sixteenths are whole, a block holds a sequence and its last answer, and all words may differ."""
+        """A sixteenth is a whole number, a block holds a sequence and its last answer, and all words may differ."""
         whole = self.length % 16 == 0 and self.length < BLOCK
         return [
             ("length", whole, f"a multiple of 16, less than {BLOCK}"),
-            ("symbols", self.symbols > self.length, f"more than task.length={self.length}: all words may differ"),
+            (
+                "symbols",
+                self.symbols > self.length,
+                f"more than task.length={self.length}, because all words may differ",
+            ),
         ]
 
     @property
     def contexts(self) -> tuple[slice, slice]:
-        """The early queries and the late ones, whose losses the in-context learning score compares."""
+        """The early and the late queries, whose losses the in-context learning score compares."""
         part = self.length // 16
         return slice(part, 2 * part), slice(self.length - part, self.length)
 
@@ -60,7 +64,7 @@ class Text(Task, kind="text"):
         return self._cut(key, batch, corpus()[1])
 
     def look(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences of random symbols that repeat, each with a period of its own."""
+        """``batch`` sequences of random symbols that repeat, each with its own period."""
         symbol_key, period_key = jax.random.split(key)
         periods = jax.random.randint(period_key, (batch, 1), self.length // 4, self.length // 2 + 1)
         return self._repeating(symbol_key, periods)
@@ -85,7 +89,7 @@ class Text(Task, kind="text"):
 
 
 def _next(tokens: Array, real: Array) -> Batch:
-    """The batch of ``tokens [B,T+1]`` in which each is to be told from those before it, at the ``real`` queries."""
+    """The batch of ``tokens [B,T+1]`` in which each token is predicted from the earlier ones, at ``real`` queries."""
     return predict(tokens[:, :-1], tokens[:, 1:], real)
 
 
@@ -93,7 +97,7 @@ def _next(tokens: Array, real: Array) -> Batch:
 def corpus() -> tuple[np.ndarray, np.ndarray]:
     """The words of ``pydoc``'s topics as numbers, each paragraph once: blocks ``[.,BLOCK]`` to train on and held out.
 
-    It is another text in other versions of Python.
+    Other versions of Python have other text.
     """
     paragraphs = (part.split() for _, topic in sorted(topics.topics.items()) for part in topic.split("\n\n"))
     words = re.findall(r"\w+|[^\w ]", " ".join(dict.fromkeys(" ".join(part) for part in paragraphs)))

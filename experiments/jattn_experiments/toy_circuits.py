@@ -1,4 +1,4 @@
-"""The circuits of the toys of induction.yaml and hop.yaml, trained: are they those that the claims name?
+"""The circuits of trained toy models (induction.yaml and hop.yaml): do they consist of the heads that the claims name?
 
 ``python -m jattn_experiments.toy_circuits RUN --out RESULTS`` takes the folder of a finished run. It scores
 every edge of each seed's model exactly, on one half of the pairs of sequences, runs the circuits on the other half, and
@@ -53,11 +53,11 @@ class ToyLayer(nnx.Module):
         self.mlp_out = _filled(nnx.Linear(options.mlp_dim or 1, options.model_dim, rngs=rngs), params, "mlp_out")
 
     def attention_input(self, x: Array) -> Array:
-        """What the projections read."""
+        """The input of the projections."""
         return x if self.attention_norm is None else self.attention_norm(x)
 
     def mlp_added(self, x: Array) -> Array:
-        """What the MLP adds; nothing without one."""
+        """The MLP's output; zero without an MLP."""
         if self.mlp_in is None:
             return jnp.zeros_like(x)
         return self.mlp_out(nnx.gelu(self.mlp_in(x if self.mlp_norm is None else self.mlp_norm(x))))
@@ -67,10 +67,12 @@ class Toy(nnx.Module):
     """The model of a run as a ``jattn.circuits.CircuitModel``: tokens of one field, answers of one place."""
 
     def __init__(self, setup: Setup, params: Any, place: int):
-        """``params`` of one seed; ``place``: whose answers are the logits."""
+        """``params``: one seed's. ``place``: the place that the logits answer."""
         options, params = setup.config.model, params["params"]
         if len(setup.task.vocabulary) > 1 or options.position not in ("learned", "relative") or options.tied:
-            raise ValueError("circuits of toys are of one field of tokens, learned or relative positions, and not tied")
+            raise ValueError(
+                "expected a toy with tokens of one field, learned or relative positions, and model.tied=false"
+            )
         self.table = nnx.Param(params["embed_0"]["embedding"])
         self.positions = nnx.Param(params["positions"]) if options.position == "learned" else None
         self.layers = nnx.List([ToyLayer(setup, params[f"layer_{i}"]) for i in range(options.num_layers)])
@@ -108,8 +110,8 @@ def _fill(module: Any, params: Any) -> Any:
 def pairs_of(setup: Setup, rng: np.random.Generator) -> tuple[Pairs, int]:
     """Pairs of sequences whose answers differ, and the place that answers.
 
-    induction: random tokens that repeat, two of which change places. hop: what follows the last earlier occurrence of
-    the last symbol is another symbol, one hop away.
+    induction: random tokens that repeat, with two of them swapped. hop: another symbol follows the last earlier
+    occurrence of the last symbol, one hop away.
     """
     if setup.config.task.kind == "induction":
         tokens = np.arange(1, setup.config.task.symbols)
@@ -135,9 +137,9 @@ def pairs_of(setup: Setup, rng: np.random.Generator) -> tuple[Pairs, int]:
 
 
 def circuit_of(model: Toy, pairs: Pairs, roles: dict[str, str]) -> dict[str, Any]:
-    """Exact scores of all edges on half of the pairs; what circuits of several sizes keep on the others.
+    """Exact scores of all edges on half of the pairs, and what circuits of several sizes keep on the other half.
 
-    ``roles``: of each head, by its name.
+    ``roles``: each head's role, by the head's name.
     """
     chosen, judged = pairs.part(slice(PAIRS)), pairs.part(slice(PAIRS, None))
     graph = graph_of(model)
@@ -159,7 +161,7 @@ def circuit_of(model: Toy, pairs: Pairs, roles: dict[str, str]) -> dict[str, Any
 
 
 def first_edges(scores: EdgeScores, count: int) -> list[tuple[str, str]]:
-    """Writer and reader of the first ``count`` edges, greedily from the logits backwards."""
+    """Writer and reader of the first ``count`` edges, chosen greedily from the logits backwards."""
     writers, readers = scores.graph.writers, scores.graph.readers
     return [(writers[w], readers[r]) for r, w in scores.greedy_order()[:count]]
 
@@ -171,10 +173,10 @@ def _with_role(name: str, roles: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Finds the circuits of one run, and writes them."""
+    """Finds the circuits of one run and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="the folder of a finished run of induction or hop")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
+    parser.add_argument("run", help="folder of a finished run of induction or hop")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     options = parser.parse_args()
     saved = load(options.run)
     pairs, place = pairs_of(saved.setup, np.random.default_rng(0))
@@ -189,7 +191,7 @@ def main() -> None:
     write_atomically(options.out / f"{name}.json", (json.dumps(seeds, indent=1) + "\n").encode())
     for seed, one in seeds.items():
         kept = ", ".join(f"{n}: {x:.2f}" for n, x in zip(one["sizes"], one["kept"], strict=True))
-        print(f"seed {seed}: kept by {kept}; {'; '.join(one['edges'][:8])}")
+        print(f"seed {seed}: share kept by number of edges: {kept}; {'; '.join(one['edges'][:8])}")
 
 
 if __name__ == "__main__":

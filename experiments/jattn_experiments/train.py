@@ -1,4 +1,4 @@
-"""The training loop: several seeds at once; can be stopped and resumed."""
+"""The training loop. It trains several seeds together, and can be stopped and resumed."""
 
 import argparse
 import dataclasses
@@ -25,9 +25,9 @@ from jattn_experiments.runs.terminal import Terminal
 # Folded into a seed's key, so that parameters and each kind of data are independent.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
-HELD_OUT_BATCH = 256  # sequences on which a task with early and late queries is followed
-DENSE = 1024  # tokens up to which the entropy penalty takes the weights of whole sequences
-EXAMPLES = 3  # sequences whose weights every look keeps
+HELD_OUT_BATCH = 256  # held-out sequences for tasks with early and late queries
+DENSE = 1024  # most tokens for which the entropy penalty uses whole weight matrices
+EXAMPLES = 3  # sequences whose weights each look keeps
 
 State = dict[str, Any]  # "params" and "optimizer"; every leaf has a leading axis of seeds
 
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def looking(self) -> "Setup":
-        """The setup for looking at heads: one device, ``evaluate.look_length`` tokens."""
+        """The setup for looks at heads: one device, ``evaluate.look_length`` tokens."""
         options = self.config.task
         length = self.config.evaluate.look_length or options.length
         task = tasks.make(dataclasses.replace(options, length=length))
@@ -91,15 +91,17 @@ class Setup:
             return state
         try:
             folder, checkpoints, step = named(self.config.train.start)
-            if _sizes(config_of(folder)) != _sizes(self.config):  # Orbax leaves threads behind when it refuses
-                raise ValueError(f"expected the config's model, tokens, answers and seeds, got others in {folder}")
+            if _sizes(config_of(folder)) != _sizes(
+                self.config
+            ):  # checked first, because Orbax leaves threads behind when it fails
+                raise ValueError(f"expected a run with this config's model, tokens, answers and seeds, got {folder}")
             return state | {"params": checkpoints.load(step, state)["params"]}
         except (Damaged, ValueError) as wrong:
             raise ValueError(f"train.start: {wrong}") from None
 
 
 def _sizes(config: Config) -> tuple[Any, ...]:
-    """What decides the shapes of a config's parameters."""
+    """The values that decide the shapes of a config's parameters."""
     task = tasks.make(config.task)
     return config.model, config.train.seeds, task.vocabulary, task.max_length, len(task.places), task.classes
 
@@ -127,12 +129,12 @@ def train(config: Config, out: Path) -> Trained:
     """Trains ``config`` in the folder ``out``, or resumes a stopped run of the same config.
 
     The numbers equal those of an uninterrupted run: a checkpoint holds the whole state, data depend only on seed and
-    step, and lines of the history after the checkpoint are rewritten.
+    step, and history lines after the checkpoint are written again.
 
     Raises:
-        Diverged: names the step and seed; the last checkpoint before it is kept.
+        Diverged: names the step and seed. The last checkpoint before it is kept.
         Damaged: no checkpoint is intact with matching metrics and looks.
-        Stopped: a signal arrived; names the step.
+        Stopped: a signal arrived. It names the step.
     """
     setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
     devices.meet(setup.mesh)
@@ -215,7 +217,7 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
         train, spread = setup.config.train, jnp.zeros(())
         penalty, begun = train.entropy_penalty, step >= train.entropy_after * train.steps
         if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
-            # As much work again as attention itself, forward and backward: not before it counts.
+            # It costs as much as attention itself, forward and backward, so skip it until it counts.
             none = jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads))
             plain = lambda params: (setup.model.apply(params, batch.tokens, at=batch.at), none)
             logits, spread = jax.lax.cond(
@@ -250,7 +252,7 @@ def loss_of(logits: Array, batch: batches.Batch, place_weights: list[float] | No
 
 
 def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
-    """Share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
+    """The share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
     right, counts = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
     accuracy = jnp.sum(right & counts, (0, 1)) / jnp.maximum(jnp.sum(counts, (0, 1)), 1)
     return accuracy, jnp.mean(jnp.all(right | ~counts, (1, 2)))
@@ -259,7 +261,7 @@ def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
 def held_out(transformer: model.Transformer, task: tasks.Task, params: Any, key: Array, size: int) -> dict[str, Array]:
     """Loss and in-context learning score on held-out sequences; nothing for a task without early and late queries.
 
-    The score is the mean loss at late queries less that at early ones: how much what stands before helps.
+    The score is the mean loss at late queries minus that at early ones: how much the earlier tokens help.
     """
     if task.contexts is None:
         return {}
@@ -271,7 +273,7 @@ def held_out(transformer: model.Transformer, task: tasks.Task, params: Any, key:
 
 
 def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
-    """A jitted function of all seeds' parameters, on one device: scores, offset profiles, first seed's examples."""
+    """A jitted function of all seeds' parameters on one device: scores, offset profiles, first seed's examples."""
     task, transformer = setup.looking.task, setup.looking.model
     first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
 
@@ -294,11 +296,11 @@ def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
 
 
 def _stop_unless_finite(setup: Setup, begin: int, finite: np.ndarray) -> None:
-    """Raises ``Diverged`` for the first step, and its first seed, that is not ``finite [n,R]``."""
+    """Raises ``Diverged`` for the first step and seed that are not ``finite [n,R]``."""
     if not finite.all():
         step, seed = np.argwhere(~finite)[0]
         raise Diverged(
-            f"{setup.config.name}: loss or parameters of seed {setup.seeds[seed]} are not finite at step "
+            f"{setup.config.name}: the loss or the parameters of seed {setup.seeds[seed]} are not finite at step "
             f"{begin + step + 1}; the last good checkpoint is kept"
         )
 

@@ -169,7 +169,7 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     assert why("torch", "window", matrix, batch=2) is None and why("torch", "alibi", matrix) is not None
     for name in "jattn", "jattn blockwise":
         assert all(why(name, case, 0, batch=8) is None for case in CASES)
-    assert why("jax.nn", "softcap", np.inf) == why("torch", "t5", np.inf) == "has no such case"
+    assert why("jax.nn", "softcap", np.inf) == why("torch", "t5", np.inf) == "does not support this case"
     fused = peers.InJax("cudnn", lambda: None, ("full",), dtypes=("bfloat16",))
     assert peers.unsupported_reason(fused, Problem("full", 8), np.inf) == "does not take float32"
 
@@ -338,8 +338,8 @@ def test_memory_and_compilation_are_judged():
     assert answer_to[f"{name}, forward and backward, n = 32768"] == (64.0, "met")
     assert answer_to[f"{name}, forward and backward: exponent of growth"] == (pytest.approx(1.0), "met")
     assert answer_to[f"{name}, Hessian-vector product, n = 32768"] == (161.0, "not met")
-    assert answer_to["compilation, forward, the slowest of those below"] == (1.5, "met")
-    assert answer_to["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
+    assert answer_to["compilation, forward, the slowest in the table below"] == (1.5, "met")
+    assert answer_to["compilation, forward and backward, the slowest in the table below"] == (3.1, "not met")
 
     dense = [memory("both", n, 4.0 * n**2) for n in (128, 4096, 8192)]
     sizes = attention_tables.temporaries(SUITE.parse(made_up(memory=dense)), "jattn", "full", "both")
@@ -351,7 +351,7 @@ def test_nothing_is_asked_of_another_device():
     assert attention_tables.goals(SUITE.parse(contents))
     contents["environment"]["device"] = "gpu: a GPU"
     results = SUITE.parse(contents)
-    assert not attention_tables.goals(results) and "What was asked" not in attention_tables.markdown(results)
+    assert not attention_tables.goals(results) and "## Goals" not in attention_tables.markdown(results)
 
 
 def test_tables_show_time_share_and_who_is_left_out():
@@ -425,7 +425,7 @@ def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
     assert (tmp_path / "attention.md").read_text().splitlines()[2].startswith("B=2 N=8 H=64, T = S = n.")
     capsys.readouterr()
     assert run_main(["bench", *options, "--out", str(tmp_path), "--resume"]) == 2
-    held = f"{tmp_path / 'attention.json'} holds results of problems of another shape"
+    held = f"{tmp_path / 'attention.json'} holds results of another problem shape"
     assert capsys.readouterr().err == f"error: --out: {held}: batch was 2, now 1\n"
 
 
@@ -447,7 +447,7 @@ def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):
     assert "torch is not installed: pip install 'jattn[bench]'\n" in capsys.readouterr().out
     text = (tmp_path / "attention.md").read_text()
     assert "Not here: torch is not installed: pip install 'jattn[bench]'." in text
-    assert "| case | n | jattn | jax.nn | rounds |" in text and "- jax.nn, softcap: has no such case." in text
+    assert "| case | n | jattn | jax.nn | rounds |" in text and "- jax.nn, softcap: does not support this case." in text
 
 
 def test_a_peer_that_fails_is_left_out_and_jattn_is_not(tiny):
@@ -491,8 +491,8 @@ def test_a_process_that_fails_says_why():
     ("--cases diagonal", "--cases: expected some of full, causal, window, "),
     ("--cases ,", "--cases: expected some of full, "),
     ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
-    ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
-    ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
+    ("--lengths=-4", "--lengths: expected whole numbers of at least 2, separated by commas, got '-4'"),
+    ("--lengths 8,1", "--lengths: expected whole numbers of at least 2, separated by commas, got '8,1'"),
     ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
     pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
     pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),

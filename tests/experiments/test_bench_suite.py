@@ -57,7 +57,7 @@ def test_rows_that_are_there_are_not_measured_again(tmp_path):
     measured = []
     again = small(lambda: measured.append(1), resumable=True)
     assert again.measure("a", tmp_path, resume=True) == first and not measured
-    with pytest.raises(Refused, match="already holds results; --resume continues them"):
+    with pytest.raises(Refused, match="already holds results; continue them with --resume"):
         again.measure("a", tmp_path)
     with pytest.raises(Refused, match="of another environment: machine was 'a', now 'b'"):
         again.measure("b", tmp_path, resume=True)

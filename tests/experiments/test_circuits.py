@@ -57,7 +57,7 @@ def test_who_is_given_something_does_not_give():
         assert list(clean).count(other) == list(corrupt).count(answer) == 2
         assert list(clean).count(answer) == list(corrupt).count(other) == 1
         assert (clean != corrupt).sum() == 1
-    with pytest.raises(ValueError, match="at least two of the names are one token"):
+    with pytest.raises(ValueError, match="at least two of the names as single tokens"):
         circuit_tasks.names(lambda text: list(text.encode()), 1, 4, np.random.default_rng(0))
 
 
@@ -66,7 +66,7 @@ def test_no_country_is_on_both_sides():
     chosen, judged = circuits.halves(pairs)
     sides = [{*half.answer.tolist(), *half.other.tolist()} for half in (chosen, judged)]
     assert len(sides[0]) == len(sides[1]) == 8 and not sides[0] & sides[1]
-    with pytest.raises(ValueError, match="there are 24 countries"):
+    with pytest.raises(ValueError, match="because 24 countries have single-token names and capitals"):
         circuit_tasks.capitals(words, 1, 26, np.random.default_rng(0))
 
 
@@ -123,11 +123,11 @@ def test_metrics_are_those_that_claims_can_name(config):
 @pytest.mark.parametrize("change, message", [
     ({"circuits": {"pairs": 1}}, r"circuits\.pairs: expected at least 2"),
     ({"circuits": {"compared": 7}}, r"circuits\.compared: expected one of circuits\.sizes"),
-    ({"circuits": {"sizes": [5, 5]}}, r"circuits\.sizes: expected numbers from 1 on, each once"),
-    ({"circuits": {"lengths": [64, 32]}}, r"circuits\.lengths: expected numbers from 16 on, rising"),
-    ({"circuits": {"lengths": [16, 10**6]}}, r"circuits\.lengths: expected at most \d+, the model's tokens"),
+    ({"circuits": {"sizes": [5, 5]}}, r"circuits\.sizes: expected distinct numbers of at least 1"),
+    ({"circuits": {"lengths": [64, 32]}}, r"circuits\.lengths: expected increasing numbers of at least 16"),
+    ({"circuits": {"lengths": [16, 10**6]}}, r"circuits\.lengths: expected at most \d+, the size of the model's vocabulary"),
     ({"language": {"first": "x"}}, r"language\.first: expected a token of the model, got 'x'"),
-    ({"train": {"steps": 3}}, "nothing is trained for circuits"),
+    ({"train": {"steps": 3}}, "does not apply to circuits, where nothing is trained"),
 ])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     changed = {name: dataclasses.replace(getattr(config, name), **options) for name, options in change.items()}
@@ -199,7 +199,7 @@ def test_a_toy_of_another_kind_is_refused():
     setup = train.Setup.of(configs.load(["copy"]).config)
     with pytest.raises(ValueError, match="expected 'induction' or 'hop', got 'copy'"):
         toy_circuits.pairs_of(setup, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="one field of tokens"):
+    with pytest.raises(ValueError, match="tokens of one field"):
         toy_circuits.Toy(setup, {"params": {}}, 0)
 
 

@@ -180,4 +180,4 @@ def test_what_is_not_there_is_said_before_training(tiny, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
     assert error.startswith("error: --distributed: ")
-    assert "give --coordinator, --num_processes and --process_id" in error
+    assert "try --coordinator, --num_processes and --process_id" in error

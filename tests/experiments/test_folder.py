@@ -108,7 +108,9 @@ def test_no_checkpoint_that_is_whole_is_one_line_and_removes_nothing(saved, tmp_
 
 def test_a_checkpoint_of_another_version_is_one_line(saved, tmp_path):
     (tmp_path / "checkpoints" / "6" / "contents.json").unlink()
-    with pytest.raises(Damaged, match=r"checkpoints/6: the checkpoint has no contents.json: it is another version's"):
+    with pytest.raises(
+        Damaged, match=r"checkpoints/6: the checkpoint has no contents.json: it is damaged, or from another version"
+    ):
         saved.load(6, state())
     with pytest.raises(Damaged, match=r"checkpoints/4: the checkpoint cannot be read: "):
         saved.load(4, {"other": jnp.zeros(3)})
@@ -204,7 +206,9 @@ def test_files_of_others_stay(history, tmp_path):
 
 def test_a_folder_has_one_owner(tmp_path):
     with owned(tmp_path / "run"):
-        with pytest.raises(Busy, match=r"expected a folder that no other run uses, got .*run', of process \d+$"):
+        with pytest.raises(
+            Busy, match=r"expected a folder that no other run uses, got .*run', which process \d+ uses$"
+        ):
             with owned(tmp_path / "run"):
                 pass
     with owned(tmp_path / "run"):
@@ -215,7 +219,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     code = f"from pathlib import Path; from jattn_experiments.runs.folder import owned\nwith owned(Path({str(tmp_path)!r})): print('in', flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"in\n"
-    with pytest.raises(Busy, match=f"of process {process.pid}$"), owned(tmp_path):
+    with pytest.raises(Busy, match=f"which process {process.pid} uses$"), owned(tmp_path):
         pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -265,7 +269,7 @@ def test_json_that_is_not_ours_is_one_line(tiny, tmp_path, capsys, name, content
 def test_arrays_that_are_not_ours_are_one_line(tmp_path, capsys, content):
     (tmp_path / "findings.json").write_text("{}")
     (tmp_path / "findings.npz").write_bytes(content)
-    assert "findings.json: the findings are not what was written" in error_of(capsys, "report", "--run", tmp_path)
+    assert "findings.json: the findings are damaged" in error_of(capsys, "report", "--run", tmp_path)
     with pytest.raises(Damaged):
         Findings.load(tmp_path)
 

@@ -24,10 +24,10 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ([], "text: expected what to continue"),
+    ([], "text: expected a text to continue"),
     (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
     (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
-    (["x", "--model", "nowhere"], "--model: expected smollm2, gemma3, a GGUF file or a folder of a saved model, got 'nowhere'"),
+    (["x", "--model", "nowhere"], "--model: expected smollm2, gemma3, a GGUF file or the folder of a saved model, got 'nowhere'"),
     (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
     (["abc", "--temperature", "-1"], "temperature must be finite and at least 0"),
 ])  # fmt: skip

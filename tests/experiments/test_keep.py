@@ -58,11 +58,11 @@ def refused(run, to, capsys):
 def test_a_run_is_not_kept_in_itself(run, tmp_path, capsys):
     (tmp_path / "link").symlink_to(run.parent)
     for to in (run.parent, run, run / "figures", tmp_path / "link"):
-        assert "expected a folder apart from the run's" in refused(run, to, capsys)
+        assert "expected a folder outside the run's folder" in refused(run, to, capsys)
     inside = tmp_path / "kept" / "tiny" / "old"  # the target is a folder around the run
     inside.parent.mkdir(parents=True)
     run.rename(inside)
-    assert "expected a folder apart from the run's" in refused(inside, tmp_path / "kept", capsys)
+    assert "expected a folder outside the run's folder" in refused(inside, tmp_path / "kept", capsys)
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "config.json", "summary.json"])
@@ -70,10 +70,10 @@ def test_what_keep_did_not_write_is_refused(run, tmp_path, capsys, name):
     notes = tmp_path / "notes" / "tiny"
     notes.mkdir(parents=True)
     (notes / name).write_text('{"name": "tiny"}')
-    assert "is not what an earlier keep wrote" in refused(run, notes.parent, capsys)
-    assert "is not what an earlier keep wrote" in refused(run, tmp_path / "runs" / ".." / "notes", capsys)
+    assert "was not written by jattn keep" in refused(run, notes.parent, capsys)
+    assert "was not written by jattn keep" in refused(run, tmp_path / "runs" / ".." / "notes", capsys)
     (tmp_path / "tiny").write_text("a file of the user")
-    assert "is not what an earlier keep wrote" in refused(run, tmp_path, capsys)
+    assert "was not written by jattn keep" in refused(run, tmp_path, capsys)
 
 
 def test_a_run_without_a_report_is_not_finished(run, tmp_path, capsys):
@@ -108,13 +108,13 @@ def test_the_results_of_another_config_are_replaced_only_if_that_is_wanted(run, 
     keep(run, kept.parent)  # with an option that one of them is too old to have, at its default
     (run / "config.json").write_text(json.dumps(config | {"train": {"steps": 100}}))
     error = refused(run, kept.parent, capsys)
-    assert "another config, which --replace replaces: train.steps was 200, now 100" in error
+    assert "another config (add --replace to replace them): train.steps was 200, now 100" in error
     assert main(["keep", "--run", str(run), "--to", str(kept.parent), "--replace"]) == 0
     assert json.loads((kept / "config.json").read_text())["train"] == {"steps": 100}
     (kept / "notes.txt").write_text("mine")
     (kept / "summary.json").unlink()
     assert main(["keep", "--run", str(run), "--to", str(kept.parent), "--replace"]) == 2
-    assert "is not what an earlier keep wrote" in capsys.readouterr().err
+    assert "was not written by jattn keep" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux's folder in which nobody can make another")
@@ -171,7 +171,7 @@ def test_a_thinned_explorer_keeps_every_view_s_ends():
     frame = whole.views[0].frames[0].weights.size
     thin = whole.thinned(7 * frame)
     assert [[frame.step for frame in view.frames] for view in thin.views] == [[0, 10, 20], [0, 20], [0, 20]]
-    assert thin.note() == "To keep this page small, example 1 has 3 of 4 steps, every other example 2."
+    assert thin.note() == "To keep this page small, example 1 has 3 of 4 steps, and every other example has 2."
     assert whole.thinned(10 * frame) == whole and whole.note() == ""
 
 
@@ -197,7 +197,7 @@ def test_every_experiment_with_claims_has_a_page():
 
 def test_a_document_shows_every_kept_picture():
     root = RESULTS.parents[1]
-    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *RESULTS.glob("*/*.md")]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *RESULTS.parent.glob("*.md"), *RESULTS.glob("*/*.md")]
     shown = set()
     for page in pages:
         targets = re.findall(r"!\[[^\]]*\]\(([^)\s]+\.png)\)", page.read_text(encoding="utf-8"))

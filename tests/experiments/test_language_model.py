@@ -158,8 +158,8 @@ def test_a_path_is_what_it_is_by_hand(model, data):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ({"norm": "rms", "norm_outputs": True}, "norms of what heads write"),
-        ({"norm_first": False}, "norms of what heads write"),
+        ({"norm": "rms", "norm_outputs": True}, "norms of attention outputs"),
+        ({"norm_first": False}, "norms of attention outputs"),
         ({"window": 4}, "layers with a window"),
         ({"scale": 0.1}, "a scale of its scores"),
     ],
@@ -168,7 +168,7 @@ def test_models_whose_paths_are_no_sums_are_refused(kind, reason):
     sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
     plain = interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
     language_model.refuse_other_paths("tiny", plain)
-    with pytest.raises(Damaged, match=f"tiny has {reason}, and paths between heads are not measured there"):
+    with pytest.raises(Damaged, match=f"tiny has {reason}, for which paths between heads cannot be measured"):
         language_model.refuse_other_paths("tiny", dataclasses.replace(plain, **kind))
 
 
@@ -182,7 +182,10 @@ def test_matched_groups_are_of_the_same_layers_and_norms():
     assert {other[2][1] for other in groups} == {h for _, h in near}
     crowded = head_groups.matched_groups([(0, 0)], 5, np.ones((2, 1)), [], np.random.default_rng(0))
     assert crowded == [[(1, 0)]] * 5  # none of its layer is left
-    with pytest.raises(ValueError, match=r"language\.group: there are no heads to compare 2 of 2 with"):
+    with pytest.raises(
+        ValueError,
+        match=r"language\.group: expected a smaller group, so that enough other heads remain for random groups, got 2 of 2 heads",
+    ):
         head_groups.matched_groups([(0, 0), (1, 0)], 1, np.ones((2, 1)), [], np.random.default_rng(0))
 
 
@@ -206,11 +209,11 @@ def test_the_command_writes_the_report_of_the_model_and_its_toy(config, tmp_path
 
 @pytest.mark.parametrize("change, message", [
     ({"mesh": Mesh(data=2)}, "mesh: does not apply to a language model"),
-    ({"task": Task()}, "the toy model beside a language model learns 'induction', got 'copy'"),
+    ({"task": Task()}, "expected 'induction', the task of a language model's toy model, got 'copy'"),
     ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
     ({"claims": [Claim("x", "", "toy:margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
     ({"claims": [Claim("x", "", "p/key", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, gemma3, a GGUF file or a folder"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, gemma3, a GGUF file or the folder"),
 ])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):

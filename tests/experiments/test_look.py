@@ -30,13 +30,13 @@ def test_the_page_shows_the_heads_on_the_text(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ([], "give --run, the folder of a run, or --model and --text: one of the two"),
-    (["--run", "x", "--model", "smollm2"], "give --run"),
-    (["--model", "TINY"], "--text: expected a file of the text"),
+    ([], "expected either --run (the folder of a run) or --model and --text"),
+    (["--run", "x", "--model", "smollm2"], "expected either --run"),
+    (["--model", "TINY"], "--text: expected a file with the text"),
     (["--model", "TINY", "--text", "nowhere.txt"], "--text: [Errno 2]"),
-    (["--model", "TINY", "--text", "EMPTY"], "--text: '"),
+    (["--model", "TINY", "--text", "EMPTY"], "--text: expected a text with at least one token, got '"),
     (["--model", "TINY", "--text", "TEXT", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
-    (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, gemma3, a GGUF file or a folder"),
+    (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, gemma3, a GGUF file or the folder"),
     (["--model", "TINY", "--text", "TEXT", "--out", "no/folder/x.html"], "--out: [Errno 2]"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(tiny, options, message, tmp_path, capsys, monkeypatch):

@@ -122,7 +122,7 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     settings(tmp_path)
     words = "--train.batch 16 --evaluate.batch 16 --mesh.data 16".split()
     assert run_main(["run", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), *words]) == 2
-    message = "mesh: expected at most the 8 cpu devices, got data=16 x heads=1 x sequence=1 of tiny"
+    message = "mesh: expected at most 8 cpu devices, got data=16 x heads=1 x sequence=1 for tiny"
     assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "out").exists()
 

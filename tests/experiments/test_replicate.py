@@ -102,8 +102,8 @@ MINUS = "- {name: less, statement: Less., metric: loss, minus: 'same:loss', at_m
 
 
 @pytest.mark.parametrize("claim, seeds, error", [
-    (MINUS, None, "--replicate: claims.less.minus: expected the seeds of 'loss', got those of 'same:loss'"),
-    ("", 2, "replication holds another run: train.seeds was 2, now 3"),
+    (MINUS, None, "--replicate: claims.less.minus: expected a metric on the same seeds as 'loss', got 'same:loss'"),
+    ("", 2, "replication holds a run of another config: train.seeds was 2, now 3"),
 ])  # fmt: skip
 def test_a_replication_is_refused_before_anything_trains(tmp_path, capsys, claim, seeds, error):
     file, out = tmp_path / "short.yaml", tmp_path / "out"
@@ -130,9 +130,9 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
     assert weights_of(page, 0, 0).sum(-1) == pytest.approx(1, abs=1e-3)
     assert "step 2" in shown and len(re.findall(r"^ *[78] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
     assert main(["look", "--run", str(out), "--step", "9"]) == 2
-    assert "expected a step of its looks, from 0 to 4, such as 4, got 9" in capsys.readouterr().err
+    assert "expected the step of a look, 0 to 4, such as 4, got 9" in capsys.readouterr().err
     assert main(["look", "--run", str(out.parent)]) == 2
-    assert "expected the folder of a run that trains" in capsys.readouterr().err
+    assert "expected the folder of a training run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
 
 
 @pytest.mark.parametrize("runs, message", [
-    (["{out}"], "expected two runs, got 1"),
+    (["{out}"], "expected two runs (pass --run twice), got 1"),
     (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
-    (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
+    (["{out}", "nowhere"], "expected the folder of a training run, got 'nowhere'"),
 ])  # fmt: skip
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(finished, capsys, runs, message):
@@ -194,9 +194,12 @@ def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys):
         np.testing.assert_allclose(after[name], scores, atol=1e-5, err_msg=name)
     words[4] = str(tmp_path / "other")
     assert main([*words, "--train.start", str(out), "--model.head_dim", "3"]) == 2
-    assert "train.start: expected the config's model, tokens, answers and seeds, got others" in capsys.readouterr().err
+    assert (
+        "train.start: expected a run with this config's model, tokens, answers and seeds, got"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--train.start", "nowhere"]) == 2
-    assert "train.start: expected the folder of a run that trains, got 'nowhere'" in capsys.readouterr().err
+    assert "train.start: expected the folder of a training run, got 'nowhere'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

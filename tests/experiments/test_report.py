@@ -236,7 +236,7 @@ def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
     path = document.write_page(synthetic(), tmp_path)
     steps = [[frame["step"] for frame in view["frames"]] for view in embedded(read(path))["views"]]
     assert steps == [[0, 10, 20], [0, 20], [0, 20]]
-    assert "example 1 has 3 of 4 steps, every other example 2." in path.read_text(encoding="utf-8")
+    assert "example 1 has 3 of 4 steps, and every other example has 2." in path.read_text(encoding="utf-8")
 
 
 def test_a_page_says_which_options_differ_and_what_made_it(monkeypatch, tmp_path):
@@ -268,9 +268,7 @@ def test_small_scores_do_not_look_like_findings(monkeypatch, tmp_path):
     assert plot_data.role_colours(findings) == {"clear": 2, "small": 3, "weak x": -1, "mixed": -1}
     assert "than the scores followed in training" not in page  # nothing was
     run = dataclasses.replace(document.run_page(findings, []), figures={"training": "<svg></svg>"})
-    assert (
-        "than the scores followed in training" in run.html() and "of the sequences followed in training" in run.html()
-    )
+    assert "than the scores followed in training" in run.html() and "sequences followed in training" in run.html()
 
 
 def test_the_commit_is_that_of_jattn_s_own_checkout(monkeypatch, tmp_path):

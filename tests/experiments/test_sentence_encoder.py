@@ -109,7 +109,7 @@ def test_offset_profile():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"train": Train(steps=3)}, "train: a pretrained model is not trained here"),
+    ({"train": Train(steps=3)}, "train: does not apply to a pretrained model"),
     ({"claims": [Claim("x", "", "worst_place_accuracy", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
     ({"claims": [Claim("x", "", "margin", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
     ({"pretrained": SentenceEncoder("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),

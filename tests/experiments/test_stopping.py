@@ -155,7 +155,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
     ((_, error),) = finish(start(folder, out))
     first, second = error.splitlines()
     assert first.startswith("warning: ") and "checkpoints/12: the checkpoint" in first
-    assert second == f"warning: {out}: resumes from the older checkpoint of step 8"
+    assert second == f"warning: {out}: resuming from the older checkpoint of step 8"
     assert_same(out, whole)
     assert [file.name for file in (out / "damaged").iterdir()] == ["12"]
 

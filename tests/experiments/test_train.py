@@ -225,7 +225,7 @@ claims:
     capsys.readouterr()
     assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
     errors, differences = capsys.readouterr().err.splitlines(), ("batch was 4, now 8", "steps was 4, now 6")
-    assert errors == [f"error: {out} holds another run: train.{line}" for line in differences]
+    assert errors == [f"error: {out} holds a run of another config: train.{line}" for line in differences]
 
 
 def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
@@ -294,10 +294,10 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["fly"], "no command 'fly'; expected one of run, list, report"),
+    (["fly"], "expected one of the commands run, list, report"),
     (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
     (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
-    (["list", "all"], "list takes no options, got 'all'"),
+    (["list", "all"], "list: expected no options, got 'all'"),
 ])  # fmt: skip
 def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, message):
     assert run_main(arguments) == 2
@@ -307,7 +307,7 @@ def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, message):
 
 @pytest.mark.parametrize("minus, message", [
     ("beauty", r"minus: expected .*'clean_heads'.*, got 'beauty'"), ("other:divergence", "minus: expected .*, got 'other:"),
-    ("few:divergence", "minus: expected the seeds of 'divergence', got those of 'few:divergence'"),
+    ("few:divergence", "minus: expected a metric on the same seeds as 'divergence', got 'few:divergence'"),
 ])  # fmt: skip
 def test_what_a_claim_takes_away_is_a_metric_of_the_same_seeds(minus, message):
     claim = config.Claim("a", "b", "divergence", 1, minus=minus, at_least=0.0)

@@ -23,7 +23,7 @@ def test_an_archive_runs_without_a_network(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / chip_bundle.NAME / "chip" / "chip.md").read_text()
-    assert "- xla: " in text and "bits as they should be in 4 of 4" in text
+    assert "- xla: " in text and "bits as expected in 4 of 4" in text
 
 
 def test_wheels_are_chosen_for_the_python_and_platform_there():

@@ -253,7 +253,7 @@ def test_spills_are_listed():
     rows = [cell("pallas_gpu", "h100", "full", "forward", 1, 84), cell("pallas_gpu", "h100", "causal", "forward", 1, 0)]
     rows.append(cell("pallas_gpu", "h100", "full", "gradient", 1, None))  # compiled before
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
-    assert "Of 2 cells with new kernels, 1 spill registers, by so many bytes a thread:" in text
+    assert "Of 2 cells with new kernels, 1 spill registers; the bytes per thread are:" in text
     assert "| full | 64 | 8192 | forward | 84 |" in text
     assert chips.line(rows[0]).endswith("kernels: 1, spills: 84 (1 s)")
 
@@ -268,7 +268,7 @@ def test_a_cell_that_was_not_compiled_yet_is_a_dash():
 def test_without_the_compiler_one_line_says_how_to_get_it(suite, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     assert main([suite, "--out", str(tmp_path)]) == 2
-    error = f"error: suite {suite}: expected libtpu, the TPU's compiler, found none; "
+    error = f"error: suite {suite}: expected libtpu, the TPU's compiler, found none. "
     assert capsys.readouterr().err.startswith(error)
 
 

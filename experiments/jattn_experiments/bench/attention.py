@@ -49,7 +49,7 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
-    """The last kept of this kind of machine and shape, except those in ``out``: ``folder``, and jattn's ``shares``."""
+    """The newest kept results of this kind of machine and shape outside ``out``: ``folder`` and jattn's ``shares``."""
     kind = ("device", "cpu", "vectors", "cores")
     for folder in sorted(RESULTS.glob(f"*/{SUITE.name}.json"), reverse=True):
         if folder.parent.resolve() != out.resolve():
@@ -126,7 +126,7 @@ def time_row(
 
 
 def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
-    """Temporaries of one head; compiled but not run, so at any length."""
+    """Temporaries of one head. The call is compiled but never run, so any length works."""
     for one, case, passes in itertools.product(contestants, _measured(plan), (*PASSES, "hvp")):
         for length in plan.lengths if isinstance(one, peers.InJax) else ():
             problem = Problem(case, length, _dtype(plan, one), num_heads=1)
@@ -135,7 +135,7 @@ def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> M
 
 
 def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
-    """Bytes that XLA plans besides inputs and outputs."""
+    """Bytes that XLA plans in addition to inputs and outputs."""
     arrays = problem.arrays()
     shapes = [jax.ShapeDtypeStruct(x.shape, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
     try:
@@ -160,7 +160,7 @@ def _peak(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Mea
 
 
 def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
-    """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
+    """Uses the plan's lengths that are in ``COMPILED_LENGTHS``, or else the plan's longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _measured(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
@@ -172,7 +172,7 @@ def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> 
 
 
 def _or_reason(name: str, measure: Callable[[], float]) -> dict[str, Any]:
-    """What fresh processes measure; if one fails, why."""
+    """What fresh processes measure, or why one of them failed."""
     try:
         return {name: measure()}
     except RuntimeError as error:

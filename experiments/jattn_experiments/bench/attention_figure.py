@@ -54,7 +54,7 @@ def attention_figure(results: Results) -> Figure:
 
 
 def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:
-    """The contestant's line, in the same style in every panel; omits lengths without a value."""
+    """The contestant's line, in the same style in every panel. Lengths without a value are left out."""
     known = {length: value for length, value in values.items() if value}
     index = attention_tables.contestants_of(results).index(name)
     ink = {"color": PALETTE[index % len(PALETTE)], "dashes": DASHES[index % len(DASHES)]}

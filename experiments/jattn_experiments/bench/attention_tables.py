@@ -26,7 +26,7 @@ def microseconds(row: Row | None, contestant: str = "jattn") -> float | None:
 
 
 def speed(row: Row | None, peer: str) -> float | None:
-    """The peer's time over jattn's."""
+    """The peer's time divided by jattn's."""
     return ratio(microseconds(row, peer), microseconds(row))
 
 
@@ -43,7 +43,7 @@ def temporaries(results: Results, contestant: str, case: str, passes: str) -> di
 
 
 def slope(by_length: dict[int, float]) -> float | None:
-    """The exponent of the bytes' growth with length, fitted from ``SLOPE_FROM`` on."""
+    """The exponent of the bytes' growth with length, fitted to lengths of at least ``SLOPE_FROM``."""
     long = {length: size for length, size in by_length.items() if length >= SLOPE_FROM and size > 0}
     if len(long) < 2:
         return None
@@ -66,7 +66,7 @@ def shape_of(results: Results) -> str:
 
 
 def goals(results: Results) -> list[Goal]:
-    """Every goal and its measured number; goals are for CPU and float32, so there are none elsewhere."""
+    """Every goal and its measured number. Goals exist for float32 on a CPU only."""
     if not results.about["environment"]["device"].startswith("cpu"):
         return []
     if results.about["shape"]["batch"] > 1:
@@ -96,7 +96,7 @@ def _against_peers(results: Results) -> Iterator[Goal]:
 
 
 def _short(results: Results) -> Iterator[Goal]:
-    """Short inputs must not pay for long ones: the worst case that jax.nn supports."""
+    """Short inputs must not become slow for the sake of long ones: the worst case that jax.nn supports."""
     rows = [row for row in results.of("times", dtype="float32") if row["length"] <= 1024 and speed(row, "jax.nn")]
     row = min(rows, key=lambda row: speed(row, "jax.nn"), default=None)
     where = f" (worst: {row['case']}, {PASSES[row['passes']]}, n = {row['length']})" if row else ""
@@ -105,7 +105,7 @@ def _short(results: Results) -> Iterator[Goal]:
 
 
 def _batches(results: Results) -> list[Goal]:
-    """Batches of short sequences, as in training: against the faster of the peers, at each length."""
+    """Batches of short sequences, as in training, compared with the faster peer at each length."""
     question = f"{{}}, {PASSES['both']}, n = {{}}: time of the faster of torch and jax.nn / time of jattn"
     lines = []
     for case, length in itertools.product(("full", "causal"), lengths_of(results)):
@@ -115,7 +115,7 @@ def _batches(results: Results) -> list[Goal]:
 
 
 def _with_native(results: Results) -> Iterator[Goal]:
-    """A plain call that may take the compiled kernels, against PyTorch: the worst length."""
+    """A plain call that may use the compiled kernels, compared with PyTorch at the worst length."""
     thresholds = {"forward": 2.0, "both": 1.8} if _has_native_avx512(results) else {"forward": 1.1, "both": 1.0}
     lengths = [length for length in lengths_of(results) if 2048 <= length <= 8192]
     for case, passes in itertools.product(("full", "causal"), PASSES):
@@ -125,8 +125,8 @@ def _with_native(results: Results) -> Iterator[Goal]:
             yield Goal(question, least, thresholds[passes], at_least=True)
 
 
-# Passes, minimum share of the matrix product's rate: full, causal. Of any plain call, and of one with jattn-native and
-# AVX-512.
+# Passes, and the minimum share of the matrix product's rate: full, causal. ``SHARES`` is for any plain call,
+# ``SHARES_AVX512`` for one with jattn-native and AVX-512.
 SHARES = (("forward", 0.7, 0.6),)
 SHARES_AVX512 = (("forward", 0.88, 0.80), ("both", 0.75, 0.65))
 
@@ -173,7 +173,7 @@ def _memory(results: Results) -> Iterator[Goal]:
 def _compile(results: Results) -> Iterator[Goal]:
     for passes, threshold in (("forward", 1.5), ("both", 3.0)):
         seconds = (row["seconds"] for row in results.of("compile", contestant="jattn", passes=passes))
-        question = f"compilation, {PASSES[passes]}, the slowest of those below"
+        question = f"compilation, {PASSES[passes]}, the slowest in the table below"
         yield Goal(question, worst(seconds, highest=True), threshold, at_least=False, unit="s")
 
 
@@ -188,7 +188,7 @@ def shares(results: Results) -> dict[str, float]:
 
 
 def moved(results: Results) -> list[str]:
-    """One line for each share that is 5% off the last kept one of such a machine."""
+    """One line for each share that differs by 5% from the newest kept one on this kind of machine."""
     before = results.about.get("before", {"shares": {}})
     return [
         f"{what}: {now:.2f} of the matrix rate, {old:.2f} in {before['folder']}"
@@ -222,7 +222,7 @@ def memory_table(results: Results) -> str:
 
 
 def left_out(results: Results) -> list[str]:
-    """Why a table has a "-": one line per contestant, case and reason."""
+    """Why a table has a "-": one line for each contestant, case and reason."""
     reasons = [
         (row["length"], name, row["case"], reason)
         for row in results.of("times")
@@ -252,13 +252,13 @@ def markdown(results: Results) -> str:
     """``attention.md``."""
     parts = [
         "# Attention, measured",
-        f"{shape_of(results)}, T = S = n. Medians of calls in turn, and in brackets the share that the products of "
-        "attention reach of the rate of one large product of matrices, timed in the same turns. Written by "
-        "`jattn bench --suite attention`.",
+        f"{shape_of(results)}, T = S = n. Times are medians of calls made in turn. The number in parentheses compares "
+        "the rate of attention's matrix products with that of one large matrix product, timed in the same turns. "
+        "Written by `jattn bench --suite attention`.",
         *(f"Not here: {line}." for line in results.about["missing"].values()),
     ]
     lines = goals(results)
-    parts += ["## What was asked", goal_table(lines)] if lines else []
+    parts += ["## Goals", goal_table(lines)] if lines else []
     parts += ["![Time and memory over length](attention.png)"] if results.of("times") else []
     for dtype in dict.fromkeys(row["dtype"] for row in results.of("times")):
         for passes, name in PASSES.items():
@@ -266,15 +266,15 @@ def markdown(results: Results) -> str:
     if results.of("memory"):
         parts += ["## Temporaries of one head, MiB", memory_table(results)]
     if results.of("peak"):
-        about = "Forward and backward, all heads: the peak of a fresh process, compilation included, less that of one "
+        about = "Forward and backward, all heads: the peak of a fresh process with compilation, minus the peak of one "
         cells = [[r["contestant"], r["case"], r["length"], _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
-        parts += ["## Peak memory", about + "that only makes the inputs.", table(["", "case", "n", "MiB"], cells)]
+        parts += ["## Peak memory", about + "that only creates the inputs.", table(["", "case", "n", "MiB"], cells)]
     if rows := results.of("compile"):
         cells = [[r["contestant"], r["case"], r["length"], PASSES[r["passes"]], _cell(r["seconds"])] for r in rows]
         head = ["", "case", "n", "passes", "s"]
         parts += ["## Compilation", "All heads, in fresh processes.", table(head, cells)]
     parts += ["## Cases", "\n".join(f"- {name}: {text}." for name, text in CASES.items())]
-    for title, lines in (("Moved by more than 5%", moved(results)), ("Left out", left_out(results))):
+    for title, lines in (("Changes of more than 5%", moved(results)), ("Left out", left_out(results))):
         parts += [f"## {title}", "\n".join(f"- {line}." for line in lines)] if lines else []
     return document(*parts, "## Measured on", listed(results.about["environment"]))
 

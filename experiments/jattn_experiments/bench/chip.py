@@ -1,9 +1,10 @@
-"""The chip suite: what only an accelerator shows: which kernels are right there, how fast they are, what to change.
+"""The chip suite, for an accelerator: which kernels are right there, how fast they are, and what to change.
 
-Every step is asked of ``chip_worker`` in a process of its own, which is ended at its limit and begun again after a
-crash, so a fault costs one question. Without an accelerator it is a rehearsal: the CPU's kernels, those of chips in
-interpreters, small sizes. Shared by all rows: ``environment``, ``shape``, ``now`` (clocks when it began). Each row has
-``answers``, one for every question, and ``seconds``. The parts, in order of worth:
+A separate process, ``chip_worker``, answers the questions of every step. It is ended at its time limit and started
+again after a crash, so a fault costs one question. Without an accelerator the suite is a rehearsal: it runs the CPU's
+kernels, and those of chips in an interpreter, at small sizes. All rows share ``environment``, ``shape`` and ``now``
+(clocks at the start). Each row has ``answers``, one for every question, and ``seconds``. The parts, the most useful
+first:
 
 - ``right``: per kernel and ``share`` of a table of cases, each compared with float64 on the host;
 - ``bits``: per kernel, whether looking at heads changes a bit, and whether equal calls agree;
@@ -29,7 +30,7 @@ from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
 
-# Those that have never run come first.
+# Kernels that have never run on a chip come first.
 KERNELS = {
     "tpu": ("pallas_tpu", "splash", "blockwise", "decode", "xla"),
     "gpu": ("pallas_gpu", "cudnn", "blockwise", "decode", "xla"),
@@ -38,24 +39,24 @@ KERNELS = {
         "native", "blockwise", "decode", "xla",
     ),
 }  # fmt: skip
-SHARES = {"at size": 1, "small": 4, "unseen": 1}  # each table is divided into so many steps
-# Of the small table, what a rehearsal has time for.
+SHARES = {"at size": 1, "small": 4, "unseen": 1}  # the number of steps into which each table is divided
+# The cases of the small table that a rehearsal has time for.
 IN_SHORT = ("grouped queries", "causal, top-left", "sinks, and rows that see nothing", "bfloat16, causal")
 BLOCKS = ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024))
 COMMAND = (sys.executable, "-m", "jattn_experiments.bench.chip_worker")
-# Two devices make a ring of a CPU.
+# Two virtual devices, so that a CPU can run a ring.
 REHEARSED = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 ON_CHIP = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves memory for the peers
-PATIENCE = 2  # processes that a kernel may end before it is asked no more
+PATIENCE = 2  # processes that a kernel may crash before it is given up
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """One run.
 
-    ``facts``: what the device says of itself, and ``now``, of its clocks. ``kernels``: what to check. ``minutes``: no
-    step begins, or goes on, after this. ``limit``: seconds for one question. ``lengths``: T = S of what is timed.
-    ``parts``: of the suite's. ``command``: what answers.
+    ``facts``: what the device reports about itself. ``now``: what it reports about its clocks. ``kernels``: what to
+    check. ``minutes``: the time limit of the whole run. ``limit``: seconds for one question. ``lengths``: sequence
+    lengths (T = S) to time. ``parts``: parts of the suite to run. ``command``: the program that answers.
     """
 
     facts: Mapping[str, Any]
@@ -73,27 +74,27 @@ class Sizes:
 
     @property
     def rehearsal(self) -> bool:
-        """Whether no accelerator is there."""
+        """Whether the machine has no accelerator."""
         return self.facts["platform"] == "cpu"
 
     @property
     def devices(self) -> int:
-        """How many there are; a rehearsal has two."""
+        """The number of devices; a rehearsal has two."""
         return 2 if self.rehearsal else self.facts["devices"]
 
     @classmethod
     def read(cls, plan: Plan) -> "Sizes":
-        """Asks the device who it is. Raises ``Refused`` if it did not answer, and for an unknown kernel."""
+        """Asks which device this is. Raises ``Refused`` if none answers, or for an unknown kernel."""
         begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP | _own_modules(), 180.0)
         try:
             device = worker(ask="device")
             if device["result"] != "measured":
-                raise Refused(f"--suite chip: JAX found no device to ask: {device['reason']}")
+                raise Refused(f"--suite chip: JAX found no device that answers: {device['reason']}")
             facts, on_cpu = device["facts"], device["facts"]["platform"] == "cpu"
             if on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu" and (unseen := _unseen()):
                 raise Refused(
-                    f"--suite chip: {unseen} is here, but JAX sees only the CPU: pip install 'jattn[gpu]' or "
-                    "'jattn[tpu]'; JAX_PLATFORMS=cpu rehearses on the CPU"
+                    f"--suite chip: this machine has {unseen}, but JAX sees only the CPU. Run pip install "
+                    "'jattn[gpu]' or 'jattn[tpu]', or set JAX_PLATFORMS=cpu to rehearse on the CPU"
                 )
             rehearsal = ": no accelerator, so this is a rehearsal" * on_cpu
             print(f"On {facts['devices']} x {facts['device']}, JAX {facts['jax']}{rehearsal}")
@@ -110,12 +111,12 @@ class Sizes:
 
 
 def _own_modules() -> dict[str, str]:
-    """Lets the processes, which run elsewhere, import a user's modules from here."""
+    """The environment in which the worker processes can import a user's modules from the current folder."""
     return {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def _unseen() -> str | None:
-    """An accelerator of this machine, as far as its system shows; None if there is none."""
+    """An accelerator that the operating system shows, or None."""
     if any(Path("/dev").glob("accel[0-9]*")):
         return "a TPU"
     return "an NVIDIA GPU" if Path("/dev/nvidia0").exists() else None
@@ -128,17 +129,17 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 class Asking:
-    """Asks questions in processes that end with a fault, and not after the run's last second."""
+    """Asks questions in processes that may crash, until the run's time is over."""
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         self.last = sizes.begun + 60 * sizes.minutes
         environment = REHEARSED if sizes.rehearsal else ON_CHIP
         self.worker = Worker(sizes.command, environment | _own_modules(), sizes.limit)
-        self.ended: collections.Counter[str] = collections.Counter()  # processes that a kernel ended, or held too long
+        self.ended: collections.Counter[str] = collections.Counter()  # processes that a kernel crashed or held too long
 
     def __call__(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """``answers`` and ``seconds`` of one step, in a fresh process; None if the run has no time for all of them."""
+        """``answers`` and ``seconds`` of one step, from a fresh process; None if the time is too short for all."""
         begin, answers = time.monotonic(), []
         for question in questions:
             among = next((name for name in ("kernels", "sizes") if name in question), None)
@@ -152,7 +153,7 @@ class Asking:
         return {"answers": answers, "seconds": round(time.monotonic() - begin, 1)} if done else None
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer; None if the run's time, and not the question's limit, was what ended it."""
+        """The answer; None if it was ended by the run's time limit rather than the question's."""
         left = self.last - time.monotonic()
         if left <= 0:
             return None
@@ -165,16 +166,16 @@ class Asking:
         return None if cut else answer
 
     def _of(self, kernel: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer about one kernel, which is asked no more after it ended several processes."""
+        """The answer about one kernel. A kernel that has crashed several processes is skipped."""
         if self.ended[kernel] >= PATIENCE:
-            return {"result": "failed", "reason": f"not asked: {PATIENCE} processes before ended or took too long"}
+            return {"result": "failed", "reason": f"skipped: {PATIENCE} earlier processes crashed or took too long"}
         answer = self._ask(question)
         if answer is not None:
             self.ended[kernel] += answer.pop("ended")
         return answer
 
     def _among(self, name: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Of several kernels or sizes in turn; where one of them ended the process, each in a process of its own."""
+        """Answers for several kernels or sizes in turn; if one crashes the process, each gets its own process."""
         several = [one for one in question[name] if name == "sizes" or self.ended[one] < PATIENCE]
         together = self._ask(question | {name: several})
         if together is None or not together.pop("ended"):
@@ -193,7 +194,7 @@ class Asking:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """The steps, in order of worth."""
+    """The steps, the most useful first."""
     ask = Asking(sizes)
     for part, key, questions in _steps(sizes):
         if part in sizes.parts:
@@ -204,7 +205,7 @@ Step = tuple[str, dict[str, Any], list[dict[str, Any]]]
 
 
 def _steps(sizes: Sizes) -> Iterator[Step]:
-    """The first two kernels, the one that never ran and the default beside it, come before all else."""
+    """The first two kernels come first: the one that never ran on a chip, and the default next to it."""
     first, *longer = sizes.lengths
     ours, others = sizes.kernels[:2], sizes.kernels[2:]
     cases = ("causal",) if sizes.rehearsal else ("causal", "full")
@@ -236,7 +237,7 @@ def _is_right(sizes: Sizes, kernel: str) -> Iterator[Step]:
 
 
 def _right(kernel: str, table: str, names: Sequence[str]) -> Iterator[Step]:
-    """The cases of a table, in several steps: what one of them loses at the end of the run is little."""
+    """The cases of a table in several steps, so that a run that ends early loses little."""
     size = math.ceil(len(names) / (SHARES[table] if len(names) > len(IN_SHORT) else 1))
     for part in range(math.ceil(len(names) / size)):
         key = {"kernel": kernel, "table": table, "share": part}
@@ -279,9 +280,9 @@ def line(row: Row) -> str:
 
 
 def wrong(results: Results) -> str | None:
-    """The kernels that are not right, or None."""
+    """The kernels that gave wrong results, or None."""
     bad = [one.kernel for one in chip_report.verdicts(results) if one.wrong]
-    return f"not right here: {', '.join(bad)}" if bad else None
+    return f"wrong on this device: {', '.join(bad)}" if bad else None
 
 
 SUITE = Suite(

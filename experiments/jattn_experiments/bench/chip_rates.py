@@ -1,10 +1,10 @@
-"""What the makers of chips publish about them: the rate of products in bfloat16, and of reading memory."""
+"""The rates that the makers of chips publish: matrix products in bfloat16, and memory bandwidth."""
 
 from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Operations and bytes a second of one chip, dense and in bfloat16, and who says so."""
+    """Operations (dense, bfloat16) and bytes per second of one chip, and the source."""
 
     flops: float
     bandwidth: float
@@ -13,8 +13,8 @@ class Rates(NamedTuple):
 
 _CLOUD = "cloud.google.com/tpu/docs/{}"
 _NVIDIA = "NVIDIA's data sheet of the {}"
-# By what a device's ``device_kind`` holds, the longest name first. A v4, v5p and TPU7x have two cores a chip: JAX shows
-# those of a v4 and v5p as one device, and those of a TPU7x as two, which is why its rates are halved here.
+# The keys are parts of a device's ``device_kind``, the longest first. A v4, v5p and TPU7x have two cores per chip. JAX
+# shows the cores of a v4 or v5p as one device and those of a TPU7x as two, so the TPU7x's rates are halved here.
 RATES = {
     "TPU v4": Rates(275e12, 1228e9, _CLOUD.format("v4")),
     "TPU v5 lite": Rates(197e12, 819e9, _CLOUD.format("v5e")),

@@ -1,4 +1,4 @@
-"""What the chip suite's results say: the verdict on each kernel, the tables and the figure."""
+"""The report of the chip suite: the verdict on each kernel, the tables and the figure."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kern
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of one kernel: ``text`` is its line, ``wrong`` whether a step found a fault."""
+    """The verdict on one kernel: ``text`` is its line, ``wrong`` says whether a step found a fault."""
 
     kernel: str
     wrong: bool
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """One for each kernel that was asked about."""
+    """One for each kernel that was checked."""
     kernels = dict.fromkeys(row["kernel"] for row in results.of("right") + results.of("bits"))
     return [_verdict(results, kernel) for kernel in kernels]
 
@@ -42,38 +42,38 @@ def _verdict(results: Results, kernel: str) -> Verdict:
         for part in ("right", "bits")
     )
     if not cases and not bits:
-        return Verdict(kernel, False, f"{kernel}: refused every case here")
+        return Verdict(kernel, False, f"{kernel}: refuses every case on this device")
     phrases = [f"right in {_count(cases, 'right')} of {len(cases)}"]
     if bits:
-        phrases.append(f"bits as they should be in {_count(bits, 'right')} of {len(bits)}")
+        phrases.append(f"bits as expected in {_count(bits, 'right')} of {len(bits)}")
     peer, share = against_peers(results, kernel)
     if share is not None and not _interpreted(kernel):
         phrases.append(f"{short_number(share)} of {peer}'s time")
     text = f"{kernel}: {', '.join(phrases)}"
     if faults := _faults([*cases, *bits]):
         reason = f"{_what(faults[0])}: {faults[0]['reason']}"
-        return Verdict(kernel, True, f"{text}: not to be taken here; the first fault: {reason}")
+        return Verdict(kernel, True, f"{text}: do not use it on this device; the first fault: {reason}")
     return Verdict(kernel, False, text + _standing(results, kernel))
 
 
 def _standing(results: Results, kernel: str) -> str:
-    """What follows for a kernel without a fault."""
+    """The consequence for a kernel without a fault."""
     known = IMPLEMENTATIONS.get(kernel)
     if known is None:
-        return f": right {'as interpreted' if _interpreted(kernel) else 'here'}"
+        return f": right {'in the interpreter' if _interpreted(kernel) else 'on this device'}"
     if not known.never_run:
         platform = results.about["environment"]["platform"]
         return ": one of the defaults" * (kernel in ORDER[{"gpu": "cuda"}.get(platform, platform)])
     plain = _ratio(results, f"jattn {kernel}", "jattn")
     if plain is None:
-        return ": not timed, stays by name"
+        return ": not timed, so it runs only when a call names it"
     beside = f", {short_number(plain)} of the plain call's"
     if plain > 1.0:
-        return f"{beside}: right, but no faster: stays by name"
+        return f"{beside}: right but no faster, so it runs only when a call names it"
     path = Path(inspect.getfile(type(known)))
     file = path.relative_to(path.parents[3]).as_posix()
-    change = f"set never_run = False in {file}, and its place in ORDER of jattn/kernels/dispatch.py"
-    return f"{beside}: could be the default: {change}"
+    change = f"set never_run = False in {file} and add it to ORDER in jattn/kernels/dispatch.py"
+    return f"{beside}: it could become the default: {change}"
 
 
 def _interpreted(kernel: str) -> bool:
@@ -93,7 +93,7 @@ def _faults(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _what(answer: dict[str, Any]) -> str:
-    """The case or the check that was asked about."""
+    """The case or check in question."""
     return answer["asked"].get("case") or answer["asked"]["check"]
 
 
@@ -104,7 +104,7 @@ def _times_of(answer: dict[str, Any]) -> dict[str, float]:
 
 
 def against_peers(results: Results, kernel: str) -> tuple[str, float | None]:
-    """The peer that was fastest most often, and the kernel's time in shares of it: the geometric mean of its rows."""
+    """The peer that was fastest most often, and the kernel's time relative to it, as a geometric mean over rows."""
     fastest: collections.Counter[str] = collections.Counter()
     for answer in _answers(results.of("fast")):
         others = [name for name in _times_of(answer) if not name.startswith("jattn")]
@@ -117,14 +117,14 @@ def against_peers(results: Results, kernel: str) -> tuple[str, float | None]:
 
 
 def _ratio(results: Results, one: str, other: str) -> float | None:
-    """The geometric mean of one contestant's time in shares of another's, where both were timed."""
+    """The geometric mean of one contestant's time divided by another's, where both were timed."""
     rows = [answer.get("medians", {}) for answer in _answers(results.of("fast"))]
     logs = [math.log(row[one] / row[other]) for row in rows if one in row and other in row]
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def outcome(row: Row) -> str:
-    """What came of a step, in a phrase."""
+    """The outcome of a step, in a phrase."""
     answers = row["answers"]
     if row.part in ("right", "bits"):
         counts = {result: _count(answers, result) for result in ("right", "wrong", "refused", "failed")}
@@ -136,13 +136,13 @@ def outcome(row: Row) -> str:
     times = _times_of(answer)
     if row.part == "tuned":
         best = next(iter(times))
-        share = f"takes {short_number(times[best] / times['default'])} of the default" if "default" in times else None
-        return f"{best} {share or 'alone ran'}"
+        share = f"{short_number(times[best] / times['default'])} of the default's time" if "default" in times else None
+        return f"{best} {share or 'was the only one that ran'}"
     return ", ".join(f"{name} {short_number(time / 1e3)} ms" for name, time in times.items())
 
 
 def shown(results: Results) -> str:
-    """The verdicts, one a line."""
+    """The verdicts, one per line."""
     return "\n".join(one.text for one in verdicts(results))
 
 
@@ -151,15 +151,15 @@ def markdown(results: Results) -> str:
     about = results.about["environment"]
     rehearsal = about["platform"] == "cpu"
     parts = [
-        f"# {'A rehearsal on a CPU' if rehearsal else about['device']}: which kernels are right, how fast they are",
-        "No accelerator was there. The kernels of chips were interpreted, and no time says anything about a chip. "
+        f"# {'A rehearsal on a CPU' if rehearsal else about['device']}: which kernels are right, and how fast they are",
+        "The machine had no accelerator. Kernels for chips ran in an interpreter, so no time here is a chip's. "
         * rehearsal
         + "Written by `jattn bench --suite chip` (`make on-chip`).",
         "## Verdict",
-        "\n".join(f"- {one.text}" for one in verdicts(results)) or "No kernel was asked about.",
+        "\n".join(f"- {one.text}" for one in verdicts(results)) or "No kernel was checked.",
         "## Right?",
-        "Values, log-sum-exp and gradients of each case beside the formula in float64, computed on the host. The "
-        "largest error is in shares of its tolerance.",
+        "Values, log-sum-exp and gradients of each case, compared with the formula in float64 on the host. The "
+        "largest error is given as a share of its tolerance.",
         _right(results),
         *_fault_table(results),
     ]
@@ -169,18 +169,18 @@ def markdown(results: Results) -> str:
         if results.of(part):
             parts += [f"## {part.capitalize()}", text, _times(results, part)]
     if results.of("tuned"):
-        text = "Causal, forward and backward, queries by keys of a block; milliseconds."
+        text = "Causal, forward and backward. Block sizes are queries x keys; times are in milliseconds."
         parts += ["## Which block sizes?", text, _tuned(results)]
-    now = {f"{name}, when it began": value for name, value in results.about["now"].items()}
+    now = {f"{name}, at the start": value for name, value in results.about["now"].items()}
     return document(*parts, "## The machine", listed(about | now | results.about["shape"]))
 
 
 _TIMED = {
-    "decode": "One token against a cache, a step of a loop within one program; milliseconds, and the share of the "
-    "memory's bandwidth.",
-    "statistics": "Entropy, distance, previous token and largest score of all heads, the log-sum-exp known; "
-    "milliseconds.",
-    "ring": "All devices in a ring, causal, both passes; milliseconds.",
+    "decode": "One token against a cache: a step of a loop within one program. Milliseconds, and the share of the "
+    "memory bandwidth.",
+    "statistics": "Entropy, distance, previous token and largest score of all heads, given the log-sum-exp. "
+    "Milliseconds.",
+    "ring": "All devices in a ring, causal, forward and backward. Milliseconds.",
 }
 
 
@@ -204,7 +204,7 @@ def _fault_table(results: Results) -> list[str]:
         for row in results.of("right") + results.of("bits")
         for one in _faults(row["answers"])
     ]
-    return [table(["kernel", "case", "", "what was seen"], lines)] if lines else []
+    return [table(["kernel", "case", "", "what happened"], lines)] if lines else []
 
 
 def _what_fast(results: Results) -> str:
@@ -212,7 +212,7 @@ def _what_fast(results: Results) -> str:
     text = f"B=1, {shape['num_heads']} heads of {shape['head_dims'][0]}; medians of calls in turn, in milliseconds."
     if rates is None:
         return text
-    return f"{text} In brackets the share of {rates.flops / 1e12:.0f} TFLOP/s, the published rate ({rates.source})."
+    return f"{text} In parentheses: the share of the published {rates.flops / 1e12:.0f} TFLOP/s ({rates.source})."
 
 
 def _fast(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""What the chip suite asks of an accelerator, one question at a time, in a process of its own.
+"""Answers the chip suite's questions about an accelerator, one at a time, in a separate process.
 
 ``python -m jattn_experiments.bench.chip_worker`` reads questions from stdin and answers each with one line. An answer
 has a ``result``: "right", "wrong", "refused" by the implementation, "failed" with an exception, or "measured".
@@ -32,7 +32,7 @@ from jattn_experiments.bench.problems import CASES as TIMED
 from jattn_experiments.bench.problems import Problem
 from jattn_experiments.bench.worker import first_line, serve
 
-# Kernels of chips that a CPU interprets.
+# Kernels for chips that run in an interpreter on a CPU.
 INTERPRETED = {
     "splash (interpreted)": lambda: Splash(interpret=True),
     "pallas_tpu (interpreted)": lambda: PallasTPU(interpret=True),
@@ -46,11 +46,11 @@ TABLES: Mapping[str, Mapping[str, Case]] = {
 STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
 TURN = 0.03  # seconds of work in a turn: launching takes less
 
-Launch = Callable[[int], Any]  # so many calls, launched one after the other; returns when the last is done
+Launch = Callable[[int], Any]  # launches this many calls one after the other; returns when the last is done
 
 
 def kernel_of(word: str) -> Any:
-    """The ``implementation=`` that a word means: a name, an interpreted kernel, or ``module:object`` of one's own.
+    """The ``implementation=`` that a word means: a name, an interpreted kernel, or a user's ``module:object``.
 
     Raises ``ValueError`` for none of these.
     """
@@ -70,7 +70,7 @@ def kernel_of(word: str) -> Any:
 
 
 def device() -> dict[str, Any]:
-    """What is there: facts that decide a result, and ``now``, those that change."""
+    """The device: facts that decide a result, and ``now``, facts that change over time."""
     one, now = jax.devices()[0], {}
     facts = {
         "platform": one.platform,
@@ -101,14 +101,14 @@ def _of_nvidia(*fields: str) -> dict[str, str]:
 
 
 def right(kernel: str, table: str, case: str) -> dict[str, Any]:
-    """One case of the conformance table; ``error``: the largest, as a share of its tolerance."""
+    """One case of the conformance table; ``error`` is the largest error as a share of its tolerance."""
     outcome = testing.examine(kernel_of(kernel), TABLES[table][case])
     result: dict[str, Any] = {"result": outcome.result, "reason": outcome.reason}
     return result if outcome.error is None else result | {"error": min(outcome.error, 1e30)}
 
 
 def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, times: int) -> dict[str, Any]:
-    """Whether looking at the heads changes a bit of a result, or two equal calls differ, as they do after a race."""
+    """Whether looking at the heads changes a bit of a result, or two equal calls differ, as after a race."""
     implementation = kernel_of(kernel)
     dtypes = getattr(implementation, "dtypes", ())
     dtype = jnp.bfloat16 if not dtypes or jnp.bfloat16 in dtypes else dtypes[0]
@@ -136,19 +136,19 @@ def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, ti
     call = jax.jit(of(alone))
     first = jax.device_get(call(query, key, value)[0])
     if what == "looking":
-        same, reason = same_bits(first, jax.jit(of(looked))(query, key, value)[0]), "statistics beside it change bits"
+        same, reason = same_bits(first, jax.jit(of(looked))(query, key, value)[0]), "statistics change bits"
     else:
         differ = sum(not same_bits(first, call(query, key, value)[0]) for _ in range(times))
-        same, reason = differ == 0, f"{differ} of {times} equal calls differ: a race, or sums in no fixed order"
+        same, reason = differ == 0, f"{differ} of {times} equal calls differ: a race, or sums without a fixed order"
     return {"result": "right" if same else "wrong", "reason": None if same else reason}
 
 
 def _contestants(kernels: Sequence[str], device: str) -> list[peers.Contestant]:
-    """The plain call, the kernels, and the peers that are there."""
+    """The plain call, the kernels, and the installed peers."""
     every = tuple(TIMED)
     ours = (peers.InJax(f"jattn {word}", peers.by_jattn(kernel_of(word)), every, linear=every) for word in kernels)
     plain, *others = peers.contestants(("jax", "splash", "torch", "tokamax"), device)[0]
-    # FlexAttention compiles for half a minute and more
+    # FlexAttention compiles for half a minute or longer
     return [plain, *ours, *(one for one in others if one.name != "torch flex")]
 
 
@@ -168,7 +168,7 @@ def _launched(fn: Callable[..., Any], *arrays: Any) -> Launch:
 
 
 def _timed(calls: Mapping[str, Launch], seconds: float) -> dict[str, Any]:
-    """Medians in turn, each of as many calls, launched one after the other, as take ``TURN`` seconds."""
+    """Medians, in turn; each time is of as many calls, launched one after the other, as take ``TURN`` seconds."""
     once, _ = timing.in_turn([functools.partial(call, 1) for call in calls.values()], 0.0, 1)
     repeats = {name: max(1, round(TURN / (time / 1e6))) for name, time in zip(calls, once, strict=True)}
     every = [functools.partial(call, repeats[name]) for name, call in calls.items()]
@@ -178,14 +178,14 @@ def _timed(calls: Mapping[str, Launch], seconds: float) -> dict[str, Any]:
 
 
 def _ready(calls: Mapping[str, Callable[[], Launch]]) -> tuple[dict[str, Launch], dict[str, str]]:
-    """Those calls that compile and run, and why the others do not."""
+    """The calls that compile and run, and why the others do not."""
     ready, left_out = {}, {}
     for name, make in calls.items():
         try:
             call = make()
             call(1)
             ready[name] = call
-        except Exception as wrong:  # whatever a peer raises is the reason why it has no time
+        except Exception as wrong:  # any exception of a peer is the reason why it has no time
             left_out[name] = first_line(wrong, 200)
     return ready, left_out
 
@@ -194,7 +194,7 @@ def fast(
     kernels: Sequence[str], case: str, length: int, passes: str, seconds: float,
     num_heads: int, head_dim: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The time of one problem, in microseconds, by contestant, and of a product of two matrices beside it."""
+    """The time of one problem in microseconds, by contestant, and of a matrix product in the same turns."""
     device = jax.devices()[0].platform
     problem = Problem(case, length, _dtype(), num_heads=num_heads, head_dim=head_dim)
     taken = {
@@ -214,7 +214,7 @@ def fast(
 def decode(kernels: Sequence[str], length: int, batch: int, seconds: float) -> dict[str, Any]:
     """One token of each sequence against ``length`` keys, in microseconds: steps of a loop within one program.
 
-    A step is too short to be launched on its own: launching would be what is timed.
+    A step is too short to launch on its own: the launch would take most of the measured time.
     """
     steps, N, K, H = 16, 32, 8, 128
     arrays = _random((batch, 1, N, H), (batch, length, K, H), (batch, length, K, H))
@@ -237,7 +237,7 @@ def decode(kernels: Sequence[str], length: int, batch: int, seconds: float) -> d
 
 
 def statistics(kernels: Sequence[str], length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str, Any]:
-    """Four statistics of all heads by each kernel that reduces weights, beside the plain call's forward pass."""
+    """Four statistics of all heads, by each kernel that computes them, and the plain call's forward pass."""
     query, key, value = _random(*[(1, length, num_heads, head_dim)] * 3)
     attention = jax.jit(lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True, return_residual=True))
     lse = attention(query, key, value)[1]
@@ -256,7 +256,7 @@ def statistics(kernels: Sequence[str], length: int, seconds: float, num_heads: i
 
 
 def ring(length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str, Any]:
-    """All devices in a ring: whether forward and gradient are those of one device, and the time of both passes."""
+    """All devices in a ring: whether output and gradient equal those of one device, and the time of both passes."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
     arrays = _random(*[(1, length, num_heads, head_dim)] * 3)

@@ -1,15 +1,15 @@
-"""Scores of all edges of a model: jattn beside TransformerLens and circuitkit, timed in turn, and memory by length.
+"""Scores of all edges of a model: jattn, TransformerLens and circuitkit, timed in turn, and their memory by length.
 
 ``python -m jattn_experiments.bench.circuit_peers --out FOLDER`` writes ``circuit_peers.json`` and ``circuit_peers.md``.
-Each tool runs in processes of its own, with the Python of ``--python TOOL=PATH``, this one by default: circuitkit 0.2
-needs TransformerLens 3.8. A tool that is not installed there fails, and the row says so. Models are random, of the
-sizes of SmolLM2-135M, so that nothing is loaded from elsewhere; the second has a key for each head, since
-TransformerLens 4.3 scores no edges of a model whose heads share keys. All read the same files, in float32.
+Each tool runs in its own processes, with the Python that ``--python TOOL=PATH`` names, or else this one: circuitkit 0.2
+needs TransformerLens 3.8. If a tool is not installed for its Python, its row says so. The models are random and have
+the sizes of SmolLM2-135M, so nothing is downloaded. The second has a key for each head, because TransformerLens 4.3
+scores no edges of a model whose heads share keys. All tools read the same files, in float32.
 
-A score is by ``"eap"``, of one example, whose metric is a difference of two logits at its last token. ``first`` is the
-first call, with all that is compiled or made at the first one; ``median`` that of ``--rounds`` further calls, of all
-tools in turn; loading a model is part of neither. The peak memory is that of a fresh process that loads the model and
-makes one call. A process that holds more than ``LIMIT`` is ended.
+Scores are computed by ``"eap"`` on one example. The metric is a difference of two logits at the last token. ``first``
+is the first call, including compilation and other work done once; ``median`` is that of ``--rounds`` further calls, all
+tools in turn. Neither includes loading the model. The peak memory is that of a fresh process that loads the model and
+makes one call. A process that exceeds ``LIMIT`` is ended.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def by_transformer_lens(folder: str) -> Score:
 
 
 def by_circuitkit(folder: str) -> Score:
-    """``circuitkit.backends.eap``, the layer that takes a model and examples of one's own."""
+    """``circuitkit.backends.eap``, the layer that takes any model and examples."""
     import circuitkit
     from circuitkit.backends.eap.attribute import attribute
     from circuitkit.backends.eap.graph import Graph
@@ -135,12 +135,12 @@ TOOLS: dict[str, Callable[[str], Score]] = {
 
 @functools.cache
 def scorer(tool: str, folder: str) -> Score:
-    """A tool with its model, for all further questions."""
+    """A tool with its model, kept for all further questions."""
     return TOOLS[tool](folder)
 
 
 def answer(tool: str, folder: str, length: int) -> dict[str, Any]:
-    """In a worker: how long one call takes, the time of all its threads, and the peak memory of this process so far."""
+    """In a worker: the seconds of one call, of all its threads, and this process's peak memory so far."""
     try:
         score = scorer(tool, folder)
         clean = np.random.default_rng(length).integers(0, 1000, length)
@@ -155,7 +155,7 @@ def answer(tool: str, folder: str, length: int) -> dict[str, Any]:
 
 
 def ask(worker: Worker, **question: Any) -> dict[str, Any]:
-    """A worker's answer; one that holds more than ``LIMIT`` is ended, which is then its answer."""
+    """A worker's answer. A worker that exceeds ``LIMIT`` is ended, and the answer says so."""
     done, over = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -188,7 +188,7 @@ def _memory(process: str, field: str) -> int:
 
 
 def timed(pythons: Mapping[str, str], folder: str, length: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of each tool: seconds of the first call, and of those in turn, or why there are none."""
+    """For each tool: seconds of the first call and of the calls in turn, or why there are none."""
     workers = {tool: _worker(python) for tool, python in pythons.items()}
     found: dict[str, dict[str, Any]] = {}
     try:
@@ -216,7 +216,7 @@ def timed(pythons: Mapping[str, str], folder: str, length: int, rounds: int) -> 
 
 
 def peaks(python: str, tool: str, folder: str, longest: int) -> list[dict[str, Any]]:
-    """The peak memory by length, each in a fresh process: twice the last length while it fits, or else half of it."""
+    """The peak memory by length, each in a fresh process. The length doubles while it fits, and halves if not."""
     rows: dict[int, dict[str, Any]] = {}
     length = LENGTHS[-1]
     while 1 <= length <= longest and length not in rows:
@@ -238,7 +238,7 @@ def _worker(python: str) -> Worker:
 
 
 def versions(python: str, tool: str) -> str:
-    """The versions of a tool and of what it computes with, as the other Python has them installed."""
+    """The versions of a tool and of the packages that it computes with, as its Python has them installed."""
     import subprocess
 
     names = ["jattn", "jattn-native", "jax"] if tool == "jattn" else [tool, "transformer-lens", "torch"]
@@ -268,10 +268,10 @@ def markdown(contents: Mapping[str, Any]) -> str:
         "# Scores of all edges, by tool",
         listed(contents["environment"]),
         table(
-            ["model", "tokens", "tool", "first, s", "median, s", "of jattn's", "each, s", "of the CPUs, s", "failed"],
+            ["model", "tokens", "tool", "first, s", "median, s", "x jattn's", "each, s", "CPU time, s", "failed"],
             times,
         ),
-        table(["model", "tool", "tokens", "peak, GiB", "one call, s", "failed"], memory),
+        table(["model", "tool", "tokens", "peak, GiB", "time of a call, s", "failed"], memory),
     )
 
 
@@ -280,7 +280,7 @@ def _shown(value: float | None, unit: float = 1.0) -> str:
 
 
 def write(contents: Mapping[str, Any], out: Path) -> None:
-    """Both files, each at once."""
+    """Writes both files, each atomically."""
     texts = {"circuit_peers.json": json.dumps(contents, indent=1) + "\n", "circuit_peers.md": markdown(contents)}
     with tempfile.TemporaryDirectory(dir=out) as folder:
         for name, text in texts.items():
@@ -289,17 +289,23 @@ def write(contents: Mapping[str, Any], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes after every step what is known."""
+    """Measures, and writes the results so far after every step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
-    parser.add_argument("--python", action="append", default=[], metavar="TOOL=PATH", help=f"of {', '.join(TOOLS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="timed calls of each tool")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens, where calls are timed")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens, up to which memory is measured")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="TOOL=PATH",
+        help=f"Python of a tool ({', '.join(TOOLS)}); default: this one",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of timed calls of each tool")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="numbers of tokens of timed calls")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="largest number of tokens of memory rows")
     options = parser.parse_args(arguments)
     pythons = dict.fromkeys(TOOLS, sys.executable) | dict(one.split("=", 1) for one in options.python)
     if unknown := pythons.keys() - TOOLS.keys():
-        parser.error(f"--python: there is no tool {', '.join(sorted(unknown))}")
+        parser.error(f"--python: expected one of {', '.join(TOOLS)} as TOOL, got {', '.join(sorted(unknown))}")
     from jattn_experiments.bench import timing  # not in a worker, whose Python may have neither JAX nor jattn
 
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``jattn bench``: chooses the suite and its options. ``tools`` has suites of its own, chosen in the same way."""
+"""``jattn bench``: chooses a suite and its options. ``python -m tools`` chooses among its own suites the same way."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ from jattn_experiments.runs.terminal import fail
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A suite of a command: the module with its ``SUITE``, the names of the options that it takes, what it measures.
+    """A suite: the module with its ``SUITE``, the names of the options that it takes, and what it measures.
 
     ``folder``: maps the options to where results go without ``--out``.
     """
@@ -27,7 +27,7 @@ class Entry:
 
 
 def dated(name: str) -> Path:
-    """Where whole results are kept, under the date; a part of them is not."""
+    """The dated folder for complete results. Partial results are not kept there."""
     return RESULTS / f"{name}-{datetime.date.today()}"
 
 
@@ -35,30 +35,36 @@ SUITES = {
     "attention": Entry(
         "jattn_experiments.bench.attention",
         "peers device lengths batch cases parts seconds out resume redraw",
-        "calls beside their peers",
+        "jattn's calls compared with JAX's and PyTorch's",
         lambda options: dated(options.device + (f"-batch{options.batch}" if options.batch > 1 else "")),
     ),
     "chip": Entry(
         "jattn_experiments.bench.chip",
         "kernels minutes out resume redraw",
-        "all on the accelerator here",
+        "every kernel on this machine's accelerator",
         lambda options: "runs/chip",
     ),
-    "language": Entry("jattn_experiments.bench.language", "out seconds", "SmolLM2 beside transformers"),
-    "layers": Entry("jattn_experiments.bench.flax_modules", "device out seconds", "Flax's modules and torch's"),
-    "looking": Entry("jattn_experiments.bench.looking", "device out seconds", "statistics"),
-    "reports": Entry("jattn_experiments.bench.viewers", "out resume redraw", "pages of heads"),
+    "language": Entry("jattn_experiments.bench.language", "out seconds", "SmolLM2 compared with transformers"),
+    "layers": Entry(
+        "jattn_experiments.bench.flax_modules",
+        "device out seconds",
+        "jattn's modules compared with Flax's and PyTorch's",
+    ),
+    "looking": Entry("jattn_experiments.bench.looking", "device out seconds", "cost of head statistics"),
+    "reports": Entry(
+        "jattn_experiments.bench.viewers", "out resume redraw", "report pages compared with other viewers"
+    ),
 }
 
 
 def bench_command(arguments: Sequence[str]) -> int:
-    """Times jattn and its peers in turn; writes tables and a figure."""
+    """Times jattn and its peers in turn, then writes tables and a figure."""
     parser = config.Parser(prog="jattn bench", description=bench_command.__doc__)
     return _run_suite(parser, "--suite", "attention", SUITES, arguments)
 
 
 def tools_command(suites: Mapping[str, Entry], description: str, arguments: Sequence[str]) -> int:
-    """``python -m tools SUITE``, of other suites; returns the exit status."""
+    """Runs ``python -m tools SUITE`` and returns the exit status."""
     parser = config.Parser(prog="python -m tools", description=description)
     return _run_suite(parser, "suite", "", suites, arguments)
 
@@ -74,9 +80,9 @@ def _run_suite(
     for option in OPTIONS:
         if option.name in taken:
             parser.add_argument(f"--{option.name}", **on_command_line(option))
-    parser.add_argument("--out", type=str, default=None, help="folder; by default one where results are kept")
-    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
-    parser.add_argument("--redraw", action="store_true", help="redraw tables and figure from --out")
+    parser.add_argument("--out", type=str, default=None, help="folder for the results; default: the suite's own")
+    parser.add_argument("--resume", action="store_true", help="continue the run whose results are in --out")
+    parser.add_argument("--redraw", action="store_true", help="only rewrite tables and figure from --out")
     options, defaults = parser.parse_args(arguments), parser.get_defaults()
     if options.suite not in suites:
         return fail(f"{choice}: expected one of {', '.join(suites)}, got {options.suite!r}")

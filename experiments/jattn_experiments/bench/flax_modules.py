@@ -1,6 +1,6 @@
 """The layers suite: jattn's Flax modules compared with Flax's, in a training step and a decoding step.
 
-On a CPU also a training step of PyTorch's layers, of the same shapes.
+On a CPU it also times a training step of PyTorch's layers, with the same shapes.
 
 Shared by all rows: ``environment``, ``sizes``. The parts:
 
@@ -39,7 +39,7 @@ RATE = 0.1  # of gradient descent
 
 @dataclasses.dataclass(frozen=True)
 class Sizes(timing.Turns):
-    """Sizes of one run; batch 1, float32 and, on the CPU, bfloat16; off the CPU bfloat16 in decoding."""
+    """Sizes of one run, batch 1. A CPU uses float32 and bfloat16; other devices use float32, and bfloat16 to decode."""
 
     layers: int = 6
     width: int = 512
@@ -56,7 +56,7 @@ class Sizes(timing.Turns):
         return self.device == "cpu"
 
     def tolerance(self, step: str) -> float:
-        """How much results may differ, as a share of the largest number: accelerators round the inputs of products."""
+        """How much results may differ, as a share of the largest number. Accelerators round the inputs of products."""
         return 1e-4 if self.on_cpu and HALF not in step else 2e-2
 
 
@@ -96,7 +96,7 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Training with either module, its memory, then decoding with the function and with either module."""
+    """Training with both modules, its memory, then decoding with the function and with both modules."""
 
     def times(step: str, length: int, row: Callable[..., dict[str, Any]], *arguments: Any) -> Job:
         return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *arguments))
@@ -113,7 +113,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Contestant]) -> dict[str, Any]:
-    """Times a step with either module; both must agree on its output and its change of state. Torch's need not."""
+    """Times a step with both modules, which must agree on its output and new state. PyTorch's step need not agree."""
     dtype = jnp.bfloat16 if HALF in step else None
     calls: dict[str, Any] = {name: build(sizes, length, name, dtype) for name in MODULES}
     before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
@@ -126,7 +126,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Conte
 
 
 def trainer(sizes: Sizes, length: int, name: str, dtype: Any = None) -> Contestant:
-    """Gradient descent on a transformer's mean squared error; either module gets the same parameters, in float32."""
+    """Gradient descent on a transformer's mean squared error. Both modules get the same parameters, in float32."""
     rngs = nnx.Rngs(0)
     graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs, dtype) for _ in range(sizes.layers))))
     x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
@@ -140,7 +140,7 @@ def trainer(sizes: Sizes, length: int, name: str, dtype: Any = None) -> Contesta
 
 
 def torch_trainer(sizes: Sizes, length: int, half: bool = False) -> Callable[[], float]:
-    """A step of ``trainer`` with PyTorch's layers, whose parameters and inputs are its own; returns the loss.
+    """A step of ``trainer`` with PyTorch's layers, parameters and inputs; returns the loss.
 
     ``half``: in bfloat16, by PyTorch's automatic casts.
     """
@@ -171,7 +171,7 @@ def torch_trainer(sizes: Sizes, length: int, half: bool = False) -> Callable[[],
 
 
 def function_row(sizes: Sizes, name: str, tokens: int) -> dict[str, Any]:
-    """One token against a cache, compared with summing all its slots, which takes the time to read them."""
+    """One token against a cache, compared with a sum over all its slots, which takes about the time to read them."""
     cache, chunk = decode_inputs(sizes, tokens, jnp.bfloat16 if HALF in name else None)
     query, key, value = chunk
     held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
@@ -222,7 +222,7 @@ def decoder(sizes: Sizes, tokens: int, name: str, dtype: Any = None) -> Contesta
 
 def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
     """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``tolerance``."""
-    # NumPy's maximum keeps NaN; JAX's on a CPU drops it from 4096 entries on
+    # NumPy's maximum keeps NaN; JAX's on a CPU drops it for 4096 or more entries
     both = [np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
     apart = float(np.abs(both[0] - both[1]).max() / np.abs(both[1]).max())
     if not apart <= tolerance:  # or NaN
@@ -281,20 +281,20 @@ def markdown(results: Results) -> str:
     for r in results.of("memory"):
         sizes = (f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))
         memory.append([TITLES.get(r["contestant"], r["contestant"]), r["length"], *sizes])
-    of_torch = " torch: with `nn.TransformerEncoderLayer`, its own parameters." if "torch" in columns else ""
+    of_torch = " PyTorch uses `nn.TransformerEncoderLayer` with its own parameters." if "torch" in columns else ""
     return document(
         "# Layers, measured",
-        "Medians of calls in turn, batch 1, float32 unless a step says bfloat16. Training: a step of gradient descent "
-        f"of a causal transformer.{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of "
-        "all the cache's slots. `apart`: how far results differ, as a share of the largest number. Written by `jattn "
-        "bench --suite layers`.",
-        "## What was asked",
+        "Medians of calls made in turn, batch 1, float32 unless a step says bfloat16. Training is a step of gradient "
+        f"descent on a causal transformer.{of_torch} Decoding computes the n-th token, in bfloat16 except on a CPU; "
+        "for comparison, the sum of all the cache's slots. `apart` is how much results differ, as a share of the "
+        "largest number. Written by `jattn bench --suite layers`.",
+        "## Goals",
         goal_table(goals(results)),
         "## Milliseconds",
         table(["step", "n", *(TITLES.get(name, name) for name in columns), "rounds", "apart"], times),
         "## Memory of a training step, MiB",
-        "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
-        "compilation included, less that of one that only builds the model and its inputs.",
+        "The peak is the resident memory of a fresh process that compiles and runs one step, minus that of one that "
+        "only builds the model and its inputs. The goal is a fifth of Flax's.",
         table(["", "n", "XLA's temporaries", "peak"], memory),
         "## Measured on",
         listed(results.about["environment"] | results.about["sizes"]),

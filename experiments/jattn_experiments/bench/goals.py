@@ -1,4 +1,4 @@
-"""Goals for jattn, and the measured numbers beside them."""
+"""Goals for jattn, with the measured numbers."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ def goal_table(goals: Sequence[Goal]) -> str:
 
 
 def has_native(environment: Mapping[str, str]) -> bool:
-    """Whether a plain call could take the kernels of jattn-native."""
+    """Whether a plain call could use the kernels of jattn-native."""
     return environment.get("jattn-native", NOT_INSTALLED) != NOT_INSTALLED
 
 

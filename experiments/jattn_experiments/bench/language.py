@@ -1,10 +1,10 @@
-"""The language benchmark: what a language model on jattn's modules takes to load, to write and to be looked into.
+"""The language benchmark: the time that a language model on jattn's modules takes to load, to write and to examine.
 
 Shared by all rows: ``environment``, ``sizes``, ``missing`` (contestant: why). The parts:
 
 - ``writing``: ``medians`` (contestant: microseconds a token, one sequence, greedily, the prompt of four tokens
   included), and ``rounds`` of turns; ``sum`` adds up as many float32 numbers as the model has parameters, once;
-- ``prefill``: rows of ``length``, ``medians`` (contestant: microseconds from one prompt of so many tokens to the logits
+- ``prefill``: rows of ``length``, ``medians`` (contestant: microseconds from a prompt of that length to the logits
   of its last one and a filled cache, in float32), and ``rounds``;
 - ``once``: seconds to ``load``, to ``load converted`` to safetensors, for the ``tokenizer``, of the first tokens less
   that of later ones (``compilation`` of a chunk and a step), and of ``statistics`` of all heads with compilation.
@@ -42,7 +42,7 @@ DTYPES, PEER, READ = ("float32", "bfloat16"), "transformers", "sum"
 class Sizes(timing.Turns):
     """Sizes of one run."""
 
-    model: str = "smollm2"  # as of ``experiments generate``
+    model: str = "smollm2"  # the default prompt of ``jattn generate``
     tokens: int = 64  # written in a turn
     prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prompts to prefill
     text: int = 8192  # tokens of a long text
@@ -50,7 +50,7 @@ class Sizes(timing.Turns):
 
 
 def start(plan: Plan) -> None:
-    """Uses the CPU. Raises ``Refused`` where the model, or what reads and converts it, is missing."""
+    """Uses the CPU. Raises ``Refused`` if the model, or a package that reads or converts it, is missing."""
     timing.use("cpu")
     try:
         model_file(Sizes.model)
@@ -70,7 +70,7 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Once, then writing, then the prompts, then the long text."""
+    """The parts in order: what happens once, writing, the prompts, the long text."""
     yield Job("once", {}, functools.partial(once, sizes))
     yield Job("writing", {}, functools.partial(writing, sizes))
     for length in sizes.prompts:
@@ -79,7 +79,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def once(sizes: Sizes) -> dict[str, float]:
-    """What is waited for before the first token, and the statistics of all heads."""
+    """The waiting time before the first token, and the statistics of all heads."""
     file = model_file(sizes.model)
     model, load = _once(lambda: interop.load(file))
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ def writing(sizes: Sizes) -> dict[str, Any]:
 
 
 def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
-    """A random prompt by each contestant, in turn: one pass over all of it."""
+    """A random prompt, read in one pass by each contestant in turn."""
     file = model_file(sizes.model)
     model = interop.load(file)
     prompt = np.random.default_rng(0).integers(0, model.config.vocabulary, length).tolist()
@@ -140,7 +140,7 @@ def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
 
 
 def long_text(sizes: Sizes) -> dict[str, Any]:
-    """Tokens written after a long text, and statistics of all its heads beside a forward pass."""
+    """Tokens written after a long text, and statistics of all heads compared with a forward pass."""
     model = interop.load(model_file(sizes.model))
     graph, state = nnx.split(model)
     rng, length = np.random.default_rng(0), sizes.text
@@ -184,19 +184,19 @@ def long_text(sizes: Sizes) -> dict[str, Any]:
 
 
 def _sum_of(arrays: Any) -> timing.Call:
-    """Adds up as many float32 numbers as there are in a tree of arrays."""
+    """Adds up as many float32 numbers as a tree of arrays holds."""
     numbers, total = jnp.ones(sum(x.size for x in jax.tree.leaves(arrays))), jax.jit(jnp.sum)
     return lambda: jax.block_until_ready(total(numbers))
 
 
 def _per_token(sizes: Sizes, row: dict[str, Any], *writers: str) -> dict[str, Any]:
-    """A row in which the writers' medians are of one token, and not of a turn."""
+    """A row whose medians are per token rather than per turn."""
     medians = {name: round(x / sizes.tokens, 2) if name in writers else x for name, x in row["medians"].items()}
     return row | {"medians": medians}
 
 
 def _peer(file: Path, prompt: list[int]) -> tuple[Any, Any]:
-    """The model in transformers, and a prompt as it takes it."""
+    """The model in transformers, and a prompt in its format."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -228,22 +228,22 @@ def goals(results: Results) -> list[Goal]:
     prompts = []
     for length in Sizes.prompts:
         times = results.values("prefill", length=length).get("medians", {})
-        question = f"a prompt of {length} tokens: time of transformers / time of jattn"
+        question = f"prompt of {length} tokens: time of transformers / time of jattn"
         prompts.append(Goal(question, ratio(times.get(PEER), times.get("jattn")), 1.0, True))
     long = results.values("long", length=Sizes.text)
     turns, of_text, gib = (long.get(name, {}) for name in ("medians", "seconds", "gib"))
-    sums = f"from a cache of {Sizes.text} tokens: tokens a second / sums of all that a token reads"
+    sums = f"cache of {Sizes.text} tokens: tokens per second / sums of all that a token reads per second"
     return [
-        Goal("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
-        Goal("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
+        Goal("float32: tokens per second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
+        Goal("tokens per second, bfloat16 / float32", ratio(ours, half), 0.9, True),
         *prompts,
         Goal("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
-        Goal("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
+        Goal("loading the same model as safetensors", seconds.get("load converted"), 6.0, False, "s"),
         Goal("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
         Goal("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
         Goal(sums, ratio(turns.get(READ), turns.get("token")), 0.5, True),
         Goal(f"all statistics of all heads, {Sizes.text} tokens", of_text.get("statistics"), 240.0, False, "s"),
-        Goal("... memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
+        Goal("the same statistics: memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
     ]
 
 
@@ -253,15 +253,15 @@ def markdown(results: Results) -> str:
     once = [[name, f"{seconds:.1f}"] for name, seconds in results.values("once").items()]
     return document(
         "# A language model, measured",
-        "SmolLM2-135M-Instruct from its GGUF file. Medians of turns; one sequence, greedily. `sum`: adding up as many "
-        "float32 numbers as the model has parameters. Written by `jattn bench --suite language`.",
-        "## What was asked",
+        "SmolLM2-135M-Instruct from its GGUF file. Medians of turns; one sequence, greedy decoding. `sum` adds up as "
+        "many float32 numbers as the model has parameters. Written by `jattn bench --suite language`.",
+        "## Goals",
         goal_table(goals(results)),
-        "## Tokens, and sums, a second",
-        table(["", "a second"], speeds),
+        "## Tokens and sums per second",
+        table(["", "per second"], speeds),
         *_prefill_table(results),
         *_long_table(results),
-        "## Seconds, once",
+        "## Seconds that are spent once",
         table(["", "seconds"], once),
         "## Measured on",
         listed(results.about["environment"] | results.about["sizes"] | results.about["missing"]),
@@ -279,8 +279,8 @@ def _long_table(results: Results) -> list[str]:
     rows = []
     for row in results.of("long"):
         token, total = (row["medians"][name] for name in ("token", READ))
-        rows.append([f"{row['length']} tokens: written after them, a second", f"{1e6 / token:.1f}"])
-        rows.append(["sums of parameters and cache, a second", f"{1e6 / total:.1f}"])
+        rows.append([f"tokens per second, after {row['length']} tokens", f"{1e6 / token:.1f}"])
+        rows.append(["sums of parameters and cache per second", f"{1e6 / total:.1f}"])
         rows += [[f"{name}: seconds", f"{seconds:.1f}"] for name, seconds in row["seconds"].items()]
         rows += [[f"{name}: GiB that XLA plans", f"{gib:.2f}"] for name, gib in row["gib"].items()]
     return ["## A long text", table(["", ""], rows)] if rows else []

@@ -1,4 +1,4 @@
-"""The looking benchmark: the cost of head statistics relative to attention, and of tracking relative to training.
+"""The looking benchmark: the cost of head statistics relative to attention, and of tracking heads during training.
 
 Shared by all rows: ``environment``, ``sizes``. The parts:
 
@@ -121,13 +121,13 @@ def markdown(results: Results) -> str:
         tracked.append([row["config"], *times, f"{row['own']} steps", f"{cost:.3f}", row["rounds"]])
     return document(
         "# Looking, measured",
-        "Medians of calls in turn, float32. Written by `jattn bench --suite looking`.",
-        "## What was asked",
+        "Medians of calls made in turn, float32. Written by `jattn bench --suite looking`.",
+        "## Goals",
         goal_table(goals(results)),
         "## Statistics of one head",
         table(["", "milliseconds"], [[name, f"{median / 1e3:.1f}"] for name, median in one["medians"].items()]),
         "## Tracking, milliseconds",
-        table(["experiment", STEPS, LOOKED, "its own interval", "cost at that", "rounds"], tracked),
+        table(["experiment", STEPS, LOOKED, "configured interval", "cost at that interval", "rounds"], tracked),
         "## Measured on",
         listed(results.about["environment"] | results.about["sizes"]),
     )

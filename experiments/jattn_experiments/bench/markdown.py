@@ -12,7 +12,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def short_number(value: float) -> str:
-    """About three significant digits, without exponents."""
+    """The number with about three significant digits and no exponent."""
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))

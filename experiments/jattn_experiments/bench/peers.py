@@ -1,6 +1,6 @@
 """The contestants of the attention benchmark, and how each is called.
 
-Every peer is called in the way that suits it best: torch gets its own layout of heads and precomputed masks, and no
+Every peer is called in the way that suits it best: torch gets its own head layout and precomputed masks, and no
 peer is given a case that it has no argument for.
 """
 
@@ -32,7 +32,7 @@ class InJax:
     name: str
     attention: Attention
     cases: tuple[str, ...]
-    linear: tuple[str, ...] = ()  # the cases for which it holds no matrix of scores, mask or bias
+    linear: tuple[str, ...] = ()  # the cases in which it holds no matrix of scores, mask or bias
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def matrices(self, problem: Problem) -> int:
@@ -45,11 +45,11 @@ class InJax:
         return [jnp.asarray(x, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
 
     def function(self, problem: Problem, passes: str) -> Callable[..., Any]:
-        """A new function of ``inputs`` to jit: "forward", "both" or "hvp", a Hessian-vector product."""
+        """A new function of ``inputs`` to jit: "forward", "both" or "hvp" (a Hessian-vector product)."""
         forward = functools.partial(self.attention, problem)
         if passes == "forward":
             return forward
-        by = (0, 1, 2, 3) if problem.case == "t5" else (0, 1, 2)  # T5's table, too
+        by = (0, 1, 2, 3) if problem.case == "t5" else (0, 1, 2)  # including T5's table
         gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), by)
         if passes == "both":
             return gradient
@@ -58,7 +58,7 @@ class InJax:
     def repeated(self, problem: Problem, passes: str) -> Callable[..., Any]:
         """Computes the passes, once or ``times`` times: the output, or the gradients.
 
-        Each begins when the last one was launched, the result is there when all are done.
+        Each is launched right after the one before it; the result is returned when all are done.
         """
         arrays, function = self.inputs(problem), jax.jit(self.function(problem, passes))
 
@@ -74,7 +74,7 @@ Contestant = InJax | InTorch
 
 
 def contestants(peers: Sequence[str], device: str) -> tuple[list[Contestant], dict[str, str]]:
-    """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
+    """jattn and the available ``peers`` in column order, and for each missing peer one line that says why."""
     available: list[Contestant] = [_jattn("jattn", None)]  # the plain call
     missing = {}
     for peer in peers:
@@ -88,7 +88,7 @@ def contestants(peers: Sequence[str], device: str) -> tuple[list[Contestant], di
 def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) -> str | None:
     """Why the contestant is left out of the problem, or None. ``memory``: limit for its matrices, in bytes."""
     if problem.case not in contestant.cases:
-        return "has no such case"
+        return "does not support this case"
     if problem.dtype not in contestant.dtypes:
         return f"does not take {problem.dtype}"
     need = 3 * 4 * contestant.matrices(problem) * problem.length**2  # scores, weights, and one of their gradients
@@ -113,7 +113,7 @@ def _missing(peer: str, device: str) -> str | None:
         import torch
 
         if not torch.cuda.is_available():
-            return "torch is installed without a GPU that it can use"
+            return "torch finds no GPU that it can use"
     return None
 
 
@@ -128,7 +128,7 @@ def _jax_nn(device: str) -> list[Contestant]:
 
 
 def _splash_attention(problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """JAX's splash kernel for TPUs as JAX calls it, in blocks of 512 as MaxText has them."""
+    """JAX's splash kernel for TPUs, called as JAX calls it, with MaxText's blocks of 512."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     n, block = problem.length, min(512, problem.length)
@@ -168,7 +168,7 @@ def _jattn(name: str, implementation: Any) -> InJax:
 
 
 def _jattn_kernels(device: str) -> list[Contestant]:
-    """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
+    """jattn's kernels that a plain call does not use here: on a CPU, those that it uses without jattn-native."""
     if device == "cpu":
         return [_jattn("jattn blockwise", "blockwise")]
     known = tuple(case for case in CASES if case != "t5")
@@ -182,7 +182,7 @@ _PEERS: dict[str, Callable[[str], list[Contestant]]] = {
     "splash": lambda device: [InJax("splash", _splash_attention, _FUSED, linear=_FUSED)] if device == "tpu" else [],
     "jattn-xla": lambda device: [InJax("jattn xla", by_jattn("xla"), tuple(CASES))],
     "jattn-kernels": _jattn_kernels,
-    # The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that.
+    # The compiled kernels as on a CPU without AVX-512. PyTorch and XLA have their own settings for that.
     "jattn-avx2": lambda device: [_jattn("jattn avx2", Native(width=8))] if device == "cpu" else [],
 }
 

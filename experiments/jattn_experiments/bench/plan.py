@@ -1,4 +1,4 @@
-"""What one run measures: the options of the command line, each declared here alone. Imports neither JAX nor peers."""
+"""What one run measures: the only place that declares the command line's options. Imports neither JAX nor peers."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -13,31 +13,33 @@ PARTS = ("times", "memory", "peak", "compile")
 
 
 def _option(default: Any, help: str, known: Collection[str] | None = None) -> Any:
-    """``default``: a tuple is a list of words on the command line, separated by commas, of those that are ``known``."""
+    """An option. A tuple as ``default`` is a comma-separated list on the command line, with words from ``known``."""
     return dataclasses.field(default=default, metadata={"help": help, "known": known})
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The options of one run, and ``out``, the folder of its results. A suite takes some of them."""
+    """The options of one run, and ``out``, the folder for its results. A suite takes some of the options."""
 
     out: Path
-    peers: Sequence[str] = _option(PEERS[:3], f"any of {', '.join(PEERS)}, beside a plain call of jattn", PEERS)
-    device: str = _option("cpu", "cpu, gpu or tpu", DTYPES)
-    lengths: Sequence[int] = _option(LENGTHS, "T = S, each above 1")
-    batch: int = _option(1, "B of the problems")
-    cases: Sequence[str] = _option(tuple(CASES), "any of these", CASES)
-    parts: Sequence[str] = _option(PARTS, "what to measure: any of these", PARTS)
-    cells: str = _option("", "of chips: any of their words, as v5e,128,causal")
-    kernels: str = _option(
-        "", "of chip: any of jattn's implementations and module:object of one's own; by default the device's"
+    peers: Sequence[str] = _option(
+        PEERS[:3], f"peers to compare a plain jattn call with: any of {', '.join(PEERS)}", PEERS
     )
-    minutes: float = _option(8.0, "of chip: how long it may take")
-    seconds: float = _option(6.0, "time per row, all contestants together")
+    device: str = _option("cpu", "device to measure on: cpu, gpu or tpu", DTYPES)
+    lengths: Sequence[int] = _option(LENGTHS, "sequence lengths (T = S), each at least 2")
+    batch: int = _option(1, "batch size")
+    cases: Sequence[str] = _option(tuple(CASES), "cases to measure: any of the default ones", CASES)
+    parts: Sequence[str] = _option(PARTS, "what to measure: any of the default parts", PARTS)
+    cells: str = _option("", "chips suite: words that select cells, such as v5e,128,causal")
+    kernels: str = _option(
+        "", "chip suite: kernels to check, by jattn's name or as module:object; default: the device's own"
+    )
+    minutes: float = _option(8.0, "chip suite: time limit in minutes")
+    seconds: float = _option(6.0, "seconds to spend on each row, all contestants together")
 
     @classmethod
     def read(cls, out: Path, **options: Any) -> "Plan":
-        """Reads options of the command line. Raises ``ValueError`` with one line that names an invalid option."""
+        """Reads the command line's options. Raises ``ValueError`` with one line that names an invalid option."""
         for option in OPTIONS:
             if option.name in options:
                 options[option.name] = _read(option, options[option.name])
@@ -60,7 +62,7 @@ def _read(option: dataclasses.Field, value: Any) -> Any:
     if isinstance(option.default, tuple):
         words = {word.strip() for word in value.split(",") if word.strip()}
         if known is None:
-            good, expected = all(word.isdecimal() and int(word) > 1 for word in words), "whole numbers above 1"
+            good, expected = all(word.isdecimal() and int(word) > 1 for word in words), "whole numbers of at least 2"
         else:
             good, expected = words <= set(known), f"some of {', '.join(known)}"
         if not (words and good):

@@ -1,7 +1,7 @@
 """Measurements that need a fresh process: ``python -m jattn_experiments.bench.probe MODULE JSON``.
 
-It prints what ``answer`` of that module of this folder returns for the JSON's named arguments. That of this module is
-the peak memory of attention, or how long it takes to compile.
+It calls ``answer`` of that module in this folder with the JSON's named arguments and prints the result. This module's
+``answer`` is the peak memory of attention, or its compilation time.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def ask(module: str, environment: Mapping[str, str] = ON_CPU, **question: Any) -
 
 
 def probe(measure: str, device: str, peers: Sequence[str], contestant: str, problem: Problem, passes: str) -> float:
-    """ "compile": seconds; "peak": bytes, of the passes "inputs": of the inputs alone. Raises like ``ask``."""
+    """Seconds for "compile", bytes for "peak" (of the inputs alone for the passes "inputs"). Raises like ``ask``."""
     question = {"measure": measure, "device": device, "peers": peers, "contestant": contestant, "passes": passes}
     return ask("probe", ON_CPU if device == "cpu" else {}, **question, fields=dataclasses.asdict(problem))
 

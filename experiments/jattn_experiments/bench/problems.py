@@ -7,15 +7,15 @@ import numpy as np
 WINDOW, CAP, BUCKETS, DOCUMENTS = 512, 30.0, 32, 8
 CASES = {
     "full": "every query sees every key",
-    "causal": "a query sees no later key; counted as half of the pairs",
+    "causal": "no query sees a later key; counted as half of the pairs",
     "window": f"`local_window_size=({WINDOW}, 0)`",
-    "segments": f"{DOCUMENTS} packed documents of random lengths, causal; their ids known when compiled",
-    "segments-traced": "the same, the ids an argument of the compiled function",
+    "segments": f"{DOCUMENTS} packed documents of random lengths, causal; their ids are known at compile time",
+    "segments-traced": "the same, with the ids as an argument of the compiled function",
     "alibi": "ALiBi as `score_mod`, causal",
     "softcap": f"`{CAP:g} * tanh(score / {CAP:g})` as `score_mod`",
     "t5": f"T5's bias of {BUCKETS} buckets as `score_mod`, with the gradient of its table",
 }
-PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
+PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed in the same row
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
 DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}  # by device
 
@@ -58,13 +58,13 @@ class Problem:
         return float(n * n)
 
     def flops(self, passes: str) -> float:
-        """Operations of the products only: two forward, and five backward, which recomputes the scores."""
+        """Operations of the matrix products only: two forward, and five backward, which recomputes the scores."""
         heads = self.batch * self.num_heads
         return {"forward": 4.0, "both": 14.0}[passes] * self.pairs() * self.head_dim * heads
 
 
 def document_ids(length: int) -> np.ndarray:
-    """Ids ``[T]``, rising from 0, of ``DOCUMENTS`` documents cut at random places; always the same ones."""
+    """Ids ``[T]``, rising from 0, of ``DOCUMENTS`` documents cut at random places, the same in every run."""
     rng = np.random.default_rng(1)
     cuts = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
     return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)

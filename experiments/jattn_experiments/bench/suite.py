@@ -18,11 +18,11 @@ from jattn_experiments.runs.folder import write_atomically
 
 
 class Refused(ValueError):
-    """The options cannot be satisfied; one line that names the option."""
+    """The options cannot be satisfied. The message is one line that names the option."""
 
 
 class Failed(RuntimeError):
-    """Contestants disagree, or a fresh process failed; one line."""
+    """Contestants disagree, or a fresh process failed. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
 
 @dataclasses.dataclass
 class Results:
-    """All rows, and what they share: ``environment``, and the sizes or shape of the problems."""
+    """All rows and what they share: ``environment``, and the sizes or shape of the problems."""
 
     about: dict[str, Any]
     rows: list[Row]
@@ -58,13 +58,13 @@ class Results:
         return [row for row in self.rows if row.part == part and key.items() <= row.key.items()]
 
     def values(self, part: str, **key: Any) -> Mapping[str, Any]:
-        """Those of the first of these rows; none if there is no such row."""
+        """The values of the first row that matches; empty if none does."""
         return next((row.values for row in self.of(part, **key)), {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A benchmark, by what its parts do. Sizes are what one run measures; whatever the suite likes."""
+    """A benchmark, as the functions that make it up. Sizes are what one run measures, in any type."""
 
     name: str  # of its files
     parts: Mapping[str, tuple[str, ...]]  # the lists of rows, and the names of a row's key; without names, one row
@@ -77,7 +77,7 @@ class Suite:
     start: Callable[[Plan], None] = lambda plan: None  # chooses the devices, before JAX does
     line: Callable[[Row], str] | None = None  # a row in one line, printed as soon as it is measured
     wrong: Callable[[Results], str | None] = lambda results: None  # one line about results that make the command fail
-    # Whether a row is saved as soon as it is measured, and results are never overwritten. Otherwise they are written at
+    # Whether each row is saved once measured, and results are never overwritten. Otherwise they are written at
     # the end and replace older ones.
     resumable: bool = False
 
@@ -110,7 +110,7 @@ class Suite:
                     progress.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
                 progress.advance(task)
         if left:
-            print(f"Time limit reached; {left} of {len(jobs)} steps remain. Continue with --resume.")
+            print(f"Time limit reached: {left} of {len(jobs)} steps remain. Add --resume to continue.")
         self.write(results, out)
         return results
 
@@ -120,9 +120,9 @@ class Suite:
         if not self.resumable or not file.exists():
             return Results(about, [])
         if not resume:
-            raise Refused(f"--out: {file} already holds results; --resume continues them")
+            raise Refused(f"--out: {file} already holds results; continue them with --resume, or choose another folder")
         results = self.read(out)
-        for name, kind in (("environment", "another environment"), ("shape", "problems of another shape")):
+        for name, kind in (("environment", "another environment"), ("shape", "another problem shape")):
             if changed := differences(results.about.get(name, {}), about.get(name, {})):
                 raise Refused(f"--out: {file} holds results of {kind}: {'; '.join(changed)}")
         return results

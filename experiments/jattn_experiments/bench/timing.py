@@ -1,6 +1,6 @@
-"""How calls are timed, and the facts of the machine.
+"""Timing of calls, and facts about the machine.
 
-Contestants are timed in turn, in one run, so that a busy machine slows all of them.
+Contestants are timed in turn within one run, so that a busy machine slows all of them.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def in_turn(calls: Sequence[Call], seconds: float, least: int, settle: float = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """How long the contestants of a row are timed; the base of the sizes of some suites."""
+    """How long the contestants of a row are timed. Some suites' sizes extend it."""
 
     seconds: float = 6.0  # per row, all contestants together
     rounds: int = 3  # at least
@@ -106,7 +106,7 @@ def cpu_model() -> str:
 
 
 def vectors() -> str:
-    """The processor's widest vector instructions, from Linux: names alone do not tell kinds of machines apart."""
+    """The processor's widest vector instructions, from Linux: its name alone does not identify the kind of machine."""
     return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in _cpu_info().split()), "unknown")
 
 
@@ -116,13 +116,13 @@ def _cpu_info() -> str:
 
 
 def native_version() -> str:
-    """The version of jattn-native, whose kernels a plain call takes on a CPU, or "not installed"."""
+    """The version of jattn-native, whose kernels a plain call uses on a CPU, or "not installed"."""
     here = importlib.util.find_spec("jattn_native") is not None
     return importlib.metadata.version("jattn-native") if here else NOT_INSTALLED
 
 
 def source_digest() -> str:
-    """A short digest of jattn's source files, to distinguish states of one version."""
+    """A short digest of jattn's source files, which distinguishes states of the same version."""
     folder = Path(jattn.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
@@ -131,17 +131,17 @@ def source_digest() -> str:
 
 
 def memory_bytes(device: str) -> float:
-    """The device's memory; for a CPU, what this process may use."""
+    """The device's memory; for a CPU, the memory that this process may use."""
     if device != "cpu":
         return float(jax.devices()[0].memory_stats()["bytes_limit"])
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
+    limit = Path("/sys/fs/cgroup/memory.max")  # the container's limit
     text = limit.read_text().strip() if limit.exists() else "max"
     return float(total if text == "max" else min(total, int(text)))
 
 
 def use(device: str) -> None:
-    """Makes JAX run on ``device``; call it before JAX chooses one. Raises ``Refused`` if there is no such device."""
+    """Makes JAX run on ``device``; call it before JAX chooses one. Raises ``Refused`` if JAX finds none."""
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return

@@ -1,4 +1,4 @@
-"""PyTorch's attention as a contestant of the attention benchmark. It is imported where it is called."""
+"""PyTorch's attention as a contestant of the attention benchmark. PyTorch is imported only when it is called."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class InTorch:
         return tuple(case for case in CASES if case != "t5" and (self.flex or case != "softcap"))
 
     def matrices(self, problem: Problem) -> int:
-        """All heads share a mask, and all of the batch ALiBi's array per head."""
+        """All heads share a mask, and the whole batch shares ALiBi's array for each head."""
         if self.flex or problem.case in ("full", "causal"):
             return 0
         return problem.num_heads if problem.case == "alibi" else 1
@@ -49,7 +49,7 @@ class InTorch:
         return [tensor(x) for x in problem.arrays()[:3]]
 
     def repeated(self, problem: Problem, passes: str) -> Callable[..., Any]:
-        """As that of ``InJax``."""
+        """Like ``InJax``'s."""
         import torch
 
         torch.set_num_threads(timing.cores())
@@ -72,7 +72,7 @@ class InTorch:
 
 
 def torch_sdpa(problem: Problem, device: str) -> Attention:
-    """``scaled_dot_product_attention``; what it has no argument for is an array added to the scores, built here."""
+    """``scaled_dot_product_attention``. A case without an argument of its own becomes an array added to the scores."""
     import torch
 
     attention = torch.nn.functional.scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""One page of a model's heads, by ``jattn.report``, bertviz or CircuitsVis, written in a process of its own."""
+"""One page of a model's heads, written by ``jattn.report``, bertviz or CircuitsVis in a separate process."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ from jattn_experiments.bench.probe import peak_resident
 from jattn_experiments.measure import sentence_encoder
 from jattn_experiments.model_files import model_file
 
-MEMORY, SECONDS = 6 * 2**30, 300  # what a page may take to make; more is a failure
+MEMORY, SECONDS = 6 * 2**30, 300  # limits for making a page; a page that exceeds one fails
 
 
 class Text(NamedTuple):
@@ -49,12 +49,12 @@ def smollm2(length: int) -> Text:
     encoded = interop.tokenizer(file).encode(_license())
     tokens = np.asarray([encoded.ids[:length]])
     if tokens.shape != (1, length):
-        raise ValueError(f"the license has {tokens.size} tokens, fewer than {length}")
+        raise ValueError(f"the license has {tokens.size} tokens, but the page needs {length}")
     return Text(interop.look(interop.load(file), tokens), [encoded.tokens[:length]])
 
 
 def _license() -> str:
-    """This repository's: the installed package's, or that of a checkout that is not installed."""
+    """The license of jattn: of the installed package, or of a checkout that is not installed."""
     try:
         kept = importlib.metadata.distribution("jattn").read_text("licenses/LICENSE")
     except importlib.metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def _license() -> str:
 
 
 def long(length: int = 4096, num_layers: int = 12, num_heads: int = 12, head_dim: int = 64) -> Text:
-    """Random queries and keys, by head: of the token before, of equal tokens, of near tokens, and of nothing."""
+    """Random queries and keys of heads that attend to the previous token, equal tokens, near tokens, or nothing."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 500, length)
     angles = np.arange(length)[:, None] / 100 ** np.linspace(0, 2, head_dim // 2)
@@ -93,7 +93,7 @@ def by_jattn(text: Text) -> str:
 
 
 def by_bertviz(view: str, text: Text) -> str:
-    """A view below another for every sequence, because bertviz takes one."""
+    """One view below the other, because bertviz takes a single sequence."""
     torch, show = importlib.import_module("torch"), getattr(importlib.import_module("bertviz"), view)
     views = []
     for words, weights in _sequences(text):
@@ -103,12 +103,12 @@ def by_bertviz(view: str, text: Text) -> str:
 
 
 def by_circuitsvis(text: Text) -> str:
-    """As ``by_bertviz``, with the heads of all layers in a view, which holds its own code."""
+    """Like ``by_bertviz``, with all layers' heads in one view, which includes its own code."""
     show = importlib.import_module("circuitsvis.attention").attention_heads
     views = []
     for words, weights in _sequences(text):
         names = [f"L{layer}H{head}" for layer, of_layer in enumerate(weights) for head in range(len(of_layer))]
-        views.append(show(np.concatenate(weights), words, names).local_src + "</div>")  # it leaves its own open
+        views.append(show(np.concatenate(weights), words, names).local_src + "</div>")  # CircuitsVis leaves a file open
     return "\n".join(views)
 
 
@@ -141,13 +141,13 @@ TOOLS: dict[str, tuple[str, Callable[[Text], str]]] = {
 
 
 def write_page(text: Text, tool: str, file: Path) -> dict[str, float]:
-    """Writes the page, and says what it took.
+    """Writes the page and returns its cost.
 
     That is its ``bytes``, the ``seconds`` from queries, keys and log-sum-exps to the file, and the resident memory
     ``before`` that and at its ``peak``, in bytes.
     """
     package, page = TOOLS[tool]
-    importlib.import_module(package)  # its time and memory are not the page's
+    importlib.import_module(package)  # its time and memory do not count for the page
     jax.block_until_ready(text.layers)
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on, without that of the model
     before = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -158,7 +158,7 @@ def write_page(text: Text, tool: str, file: Path) -> dict[str, float]:
 
 
 def answer(text: str, tool: str, file: str) -> dict[str, float]:
-    """Writes the page of one of ``TEXTS``, in ``MEMORY`` and ``SECONDS``, which this process does not get back."""
+    """Writes the page of one of ``TEXTS`` within ``MEMORY`` and ``SECONDS``; the process keeps these limits."""
     shown = TEXTS[text]()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))

@@ -1,10 +1,10 @@
-"""The reports suite: pages of ``jattn.report`` beside those of bertviz and CircuitsVis, on the same models and texts.
+"""The reports suite: pages of ``jattn.report``, bertviz and CircuitsVis compared on the same models and texts.
 
 Shared by all rows: ``environment``, and ``missing`` (tool: why). The part ``pages`` has a row for each ``text`` and
 ``tool``: ``bytes``, ``seconds`` to make it from queries and keys, resident memory ``before`` that and at its ``peak``;
 milliseconds to the ``paint`` and until it is ``ready``, and the ``marks`` and ``requests`` of the page in Chromium; or
-what ``failed``. Without a network, a page that requests its code draws nothing. It is opened a second time, ``served``,
-if the folder ``scripts`` in ``--out`` has what it requests.
+what ``failed``. Without a network, a page that requests its code draws nothing. If the folder ``scripts`` in ``--out``
+has the requested files, the page is opened a second time, as ``served``.
 """
 
 import functools
@@ -53,7 +53,7 @@ const settle = () => {
 };
 addEventListener("load", () => { loaded = performance.now(); settle(); });
 }</script>"""
-COLUMNS = ("file, MB", "to make, s", "memory, MiB", "first paint, s", "ready, s", "without a network")
+COLUMNS = ("file, MB", "to make, s", "memory, MiB", "first paint, s", "ready, s", "offline")
 SHOWN = [
     ["the heads of", "any number of sequences, one page", "one sequence a view", "one sequence a view"],
     ["pictures", "all heads, and one large", "lines between two columns of tokens", "all heads, and one large"],
@@ -61,10 +61,10 @@ SHOWN = [
     ["the text, coloured by what a token sees", "yes", "yes, in `head_view`", "yes"],
     ["statistics and roles of heads", "yes", "no", "no"],
     ["two models side by side", "yes", "no", "no"],
-    ["queries of one text, keys of another", "yes", "yes", "no"],
-    ["queries and keys, dimension by dimension", "no", "`neuron_view`, of its own BERT, GPT-2, RoBERTa", "no"],
+    ["queries from one text, keys from another", "yes", "yes", "no"],
+    ["queries and keys by dimension", "no", "`neuron_view`, for its own BERT, GPT-2 and RoBERTa", "no"],
     ["activations and logits", "no", "no", "yes, in other views"],
-    ["works without a network", "yes", "no: code from a CDN", "`local_src` does; `str(...)` takes its code from a CDN"],
+    ["works without a network", "yes", "no: code from a CDN", "with `local_src`; `str(...)` loads code from a CDN"],
 ]
 
 
@@ -85,7 +85,7 @@ def _installed() -> list[str]:
 
 
 def jobs(out: Path) -> Iterator[Job]:
-    """Every text in every tool that is there."""
+    """Every text in every installed tool."""
     scripts = out.absolute() / "scripts"
     for text, tool in itertools.product(TEXTS, _installed()):
         yield Job("pages", {"text": text, "tool": tool}, functools.partial(page, text, tool, scripts))
@@ -108,10 +108,10 @@ def page(text: str, tool: str, scripts: Path) -> dict[str, Any]:
 
 
 def open_page(file: Path, scripts: Path | None = None) -> dict[str, Any]:
-    """The medians of what ``WATCH`` says of a page in Chromium, ``{}`` without Chromium.
+    """The medians of what ``WATCH`` reports about a page in Chromium; ``{}`` without Chromium.
 
-    ``scripts``: a folder with the files that the page's links of the same names are turned to. Raises ``TimeoutError``
-    if it was not ready after ``PATIENCE`` seconds.
+    ``scripts``: a folder with files that replace the page's links of the same names. Raises ``TimeoutError``
+    if the page was not ready after ``PATIENCE`` seconds.
     """
     browser = _browser()
     if browser is None:
@@ -133,7 +133,7 @@ def _open(browser: str, file: Path, profile: Path) -> dict[str, Any]:
     flags += ["--disable-component-update", "--disable-sync", "--remote-debugging-port=0", "--enable-logging=stderr"]
     command = [browser, *flags, f"--user-data-dir={profile}", file.as_uri()]
     end, log = time.monotonic() + PATIENCE, b""
-    # In its own session, so that its child processes end with it.
+    # A new session, so that the browser's child processes end with it.
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
         assert process.stderr is not None
         try:
@@ -173,17 +173,17 @@ def markdown(results: Results) -> str:
     """``reports.md``."""
     return document(
         "# Pages of heads, measured",
-        "`jattn.report` beside bertviz and CircuitsVis: the same queries and keys, a fresh process for each page, all "
+        "`jattn.report`, bertviz and CircuitsVis: the same queries and keys, a fresh process for each page, all "
         f"sequences on one. Opened {TURNS} times in headless Chromium without a network; medians of its own timing. "
         f"Failed: more than {MEMORY // 2**30} GiB or {SECONDS} s to make, or {PATIENCE:.0f} s to open. "
         "Written by `jattn bench --suite reports`.",
-        "## What was asked",
+        "## Goals",
         goal_table(goals(results)),
         "## Every page",
         table(["text", "tool", *COLUMNS], [[*row.key.values(), *_cells(row.values)] for row in results.of("pages")]),
-        "Memory: what making the page adds to the process. Paint: the first contentful paint. Ready: the main thread "
-        "has no more long task. In parentheses: with the requested code beside the file.",
-        "## What each shows",
+        "Memory is what making the page adds to the process. Paint is the first contentful paint. A page is ready "
+        "when the main thread has no more long tasks. Parentheses: with the requested code next to the file.",
+        "## What each tool shows",
         table(["", "jattn.report", "bertviz", "CircuitsVis"], SHOWN),
         "## Measured on",
         listed(results.about["environment"] | results.about["missing"]),

@@ -1,4 +1,4 @@
-"""A process that answers questions one by one, so that one that crashes or hangs costs its own answer alone."""
+"""A process that answers questions one by one, so that a crash or hang costs only one answer."""
 
 import atexit
 import json
@@ -17,7 +17,7 @@ FATAL = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")  # a line of absl's log: file 
 
 
 class Worker:
-    """The process. It starts at the first question, again after one that ended it, and ends with this one.
+    """The process. It starts with the first question, restarts after a crash, and ends with its parent.
 
     ``command``: a program that calls ``serve``. ``limit``: seconds for one answer.
     """
@@ -28,7 +28,7 @@ class Worker:
         atexit.register(self.close)
 
     def __call__(self, **question: Any) -> dict[str, Any]:
-        """Its answer, or ``result`` "failed", ``reason``, ``seconds`` if it ended or took longer than the limit."""
+        """The answer, or ``result`` "failed", ``reason`` and ``seconds`` if the process ended or exceeded the limit."""
         if self.process is None:
             self._start()
         process, begin = self.process, time.perf_counter()
@@ -55,12 +55,12 @@ class Worker:
         status = self.process.wait()
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").split("\n")
-        fatal = [match[1] for match in map(FATAL.match, lines) if match]  # a trace of the stack follows it
-        message = next(filter(None, map(str.strip, (*reversed(fatal), *reversed(lines)))), "nothing on stderr")
+        fatal = [match[1] for match in map(FATAL.match, lines) if match]  # a stack trace follows
+        message = next(filter(None, map(str.strip, (*reversed(fatal), *reversed(lines)))), "it wrote nothing to stderr")
         return f"the process ended with status {status}: {message[:300]}"
 
     def kill(self) -> None:
-        """Ends the process, from another thread: its question has failed. It would not hear Ctrl-C."""
+        """Ends the process from another thread, so that its question fails. The process would ignore Ctrl-C."""
         if self.process is not None:
             self.process.kill()
 
@@ -74,14 +74,14 @@ class Worker:
 
 
 def first_line(error: Exception, most: int | None = None) -> str:
-    """The kind of an exception and the first line of its message, of which at most so many letters."""
+    """The type of an exception and the first line of its message, cut to a number of characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
 
 
 def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
-    """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
+    """Answers the questions on stdin, one JSON object of named arguments per line, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print; that is not an answer
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Configs of experiments: the schema, the rules for its values, and how it is read."""
+"""Configs of experiments: the schema, the rules for its values, and how configs are read."""
 
 from jattn_experiments.config.controls import points_of as points_of
 from jattn_experiments.config.controls import variants as variants

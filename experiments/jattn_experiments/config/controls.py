@@ -13,8 +13,8 @@ from jattn_experiments.schema import SECTIONS, Config
 def variants(config: Config) -> dict[str, Config]:
     """The configs of all controls by name, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
 
-    Each is ``config`` with overrides and without claims. A sweep keeps the point that equals ``config``. What a value
-    brings along is not part of the name.
+    Each is ``config`` with overrides and without claims. A sweep keeps the point that equals ``config``. The other
+    options that a value sets are not part of the name.
     """
     for kind, named in (("controls", config.controls), ("sweep", config.sweep)):
         _check_names(kind, named)
@@ -29,16 +29,16 @@ def variants(config: Config) -> dict[str, Config]:
         changed: dict[str, Any] = {}
         for option, (_, more) in zip(swept, point, strict=True):
             if twice := sorted(changed.keys() & more.keys()):
-                raise ValueError(f"sweep.{option}: two values of a point give {twice[0]}")
+                raise ValueError(f"sweep.{option}: two values of the same point set {twice[0]}")
             changed |= more
         configs[name] = _vary(config, "sweep", name, changed)
     return configs
 
 
 def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
-    """The values of one option of the sweep, each with all that it changes: the option and what it brings along.
+    """The values of one option of the sweep, each with everything that it changes: the option and any others.
 
-    Raises ``ValueError`` if values are equal, no numbers or words, or a mapping without the option.
+    Raises ``ValueError`` if values are equal, are neither numbers nor words, or are mappings without the option.
     """
     key, points = f"sweep.{option}", []
     for value in config.sweep[option]:
@@ -49,8 +49,8 @@ def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
     good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
     if not good or any("train.seeds" in changed for _, changed in points):
         raise ValueError(
-            f"{key}: expected distinct numbers or words (not of train.seeds), or {{{option}: VALUE, OPTION: VALUE}} "
-            f"for one that brings others along, got {config.sweep[option]}"
+            f"{key}: expected distinct numbers or words (and no train.seeds), or {{{option}: VALUE, OPTION: VALUE}} "
+            f"to change other options along with a value, got {config.sweep[option]}"
         )
     return points
 
@@ -70,7 +70,7 @@ def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Confi
 
 
 def _check_names(key: str, named: dict[Any, Any]) -> None:
-    """Raises ``ValueError`` for a name that YAML does not read as text: a number, a boolean, null."""
+    """Raises ``ValueError`` for a name that YAML does not read as text, such as a number, a boolean or null."""
     for name in named:
         if not isinstance(name, str):
-            raise ValueError(f"{key}: expected names as text, quoted where YAML needs it, got {name!r}")
+            raise ValueError(f"{key}: expected names that are text (quote them in YAML), got {name!r}")

@@ -14,7 +14,7 @@ from jattn_experiments.config.controls import variants
 from jattn_experiments.config.parser import Parser, Processes, build, scaled_claims
 from jattn_experiments.schema import Config, Train
 
-# In the package where jattn was installed from a wheel, at the top of a checkout.
+# In the package if jattn was installed from a wheel, otherwise at the top of the checkout.
 _IN_WHEEL = Path(__file__).parents[1] / "configs"
 CONFIGS = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[3] / "configs"
 
@@ -25,35 +25,35 @@ class Request(NamedTuple):
     config: Config
     out: Path  # the run folder
     check: bool  # whether a failing claim fails the run
-    processes: Processes | None  # None: this process is the whole run
-    replicate: int | None  # fresh seeds to judge the claims on as well
-    replicate_seed: int | None  # the first of them; None: drawn
+    processes: Processes | None  # None: a single process does the whole run
+    replicate: int | None  # number of fresh seeds on which to judge the claims again
+    replicate_seed: int | None  # the first fresh seed; None: drawn at random
 
 
 def load(arguments: Sequence[str]) -> Request:
     """Reads ``NAME [--out DIR] [--check] [--replicate N] [--sweep OPTION=A,B ...] [--train.steps 500]``.
 
-    A NAME is one of ``CONFIGS`` or a YAML file; ``--config NAME`` is the same, anywhere. Later files and options
-    override earlier ones; if they change ``train.seeds``, the claims need as many passes in proportion. An error ends
-    the program with one line on stderr and status 2.
+    A NAME is one of ``CONFIGS`` or a YAML file; ``--config NAME`` means the same at any place. Later files and options
+    override earlier ones. If they change ``train.seeds``, the passes that claims need change in proportion. An error
+    ends the program with one line on stderr and status 2.
     """
-    parser = Parser(prog="jattn run", description="Trains an experiment and reports on it.")
+    parser = Parser(prog="jattn run", description="Trains an experiment and writes a report on it.")
     parser.usage = "jattn run NAME [options]"
-    name = "one of jattn list, or a YAML file; later ones override earlier ones. As the first word, without --config"
+    name = "a name from jattn list, or a YAML file; later ones override earlier ones. The first needs no --config"
     parser.add_argument("--config", action="config", metavar="NAME", help=name)
-    parser.add_argument("--out", type=str, default=None, help="run folder")
-    parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
-    fresh = "judge the claims on N fresh seeds as well, in a folder of the run's"
+    parser.add_argument("--out", type=str, default=None, help="folder for the run; default: runs/NAME")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a claim fails")
+    fresh = "also train N fresh seeds, in OUT/replication, and judge the claims on them"
     parser.add_argument("--replicate", type=int | None, default=None, metavar="N", help=fresh)
-    first = "the first of the fresh seeds; drawn by default"
+    first = "the first fresh seed; default: drawn at random"
     parser.add_argument("--replicate_seed", type=int | None, default=None, help=first)
     # Not part of the config: other processes may resume the same run.
-    parser.add_argument("--distributed", action="store_true", help="This is one of several processes")
-    default = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
+    parser.add_argument("--distributed", action="store_true", help="this is one of several processes of a run")
+    default = "default: detected by JAX (Slurm, MPI, Kubernetes, TPU)"
     parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {default}")
-    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {default}")
-    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {default}")
-    share = "on CPU, devices of this process; default: its share"
+    parser.add_argument("--num_processes", type=int | None, default=None, help=f"number of processes; {default}")
+    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0 to num_processes - 1; {default}")
+    share = "on a CPU: number of devices of this process; default: its share"
     parser.add_argument("--local_devices", type=int | None, default=None, help=share)
     try:
         words = _spell_out_sweeps(_find_configs(arguments))
@@ -64,7 +64,7 @@ def load(arguments: Sequence[str]) -> Request:
     except ValueError as error:
         parser.error(str(error))
     except RecursionError:
-        parser.error("config: expected a few levels of nesting, got thousands, or an alias that contains itself")
+        parser.error("config: expected a few levels of nesting, got thousands; probably a YAML alias contains itself")
     out = Path(parsed["out"] or f"runs/{config.name}")
     return Request(config, out, parsed["check"], processes, parsed["replicate"], parsed["replicate_seed"])
 
@@ -72,23 +72,24 @@ def load(arguments: Sequence[str]) -> Request:
 def _check_replication(config: Config, count: int | None, first: int | None) -> None:
     if count is None:
         if first is not None:
-            raise ValueError("replicate_seed: expected --replicate with it")
+            raise ValueError("replicate_seed: expected --replicate as well")
         return
     if count < 1:
         raise ValueError(f"replicate: expected > 0, got {count}")
     if "train.first_seed" in config.sweep:
-        raise ValueError("replicate: expected a sweep of other options, since fresh seeds replace train.first_seed")
+        raise ValueError("replicate: expected no sweep of train.first_seed, because fresh seeds replace it")
     if first is None:
         return
     counts = {name: changed.get("train.seeds", count) for name, changed in config.controls.items()}
     most = 2**32 - max([count, *counts.values()])
     if not 0 <= first <= most:
-        raise ValueError(f"replicate_seed: expected from 0 to {most}, got {first}")
+        raise ValueError(f"replicate_seed: expected 0 to {most}, got {first}")
     for name, one in {"": config, **variants(config)}.items():
         start, last = one.train.first_seed, one.train.first_seed + one.train.seeds - 1
         if first <= last and start < first + counts.get(name, count):
-            whose = f"those of {name}," if name else "the run's"
-            raise ValueError(f"replicate_seed: expected other seeds than {whose} {start} to {last}, got {first}")
+            owner = f"control {name}" if name else "the run"
+            used = f"{owner} uses {start} to {last}"
+            raise ValueError(f"replicate_seed: expected seeds that were not used ({used}), got {first}")
 
 
 def _processes(parsed: Any) -> Processes | None:
@@ -97,11 +98,11 @@ def _processes(parsed: Any) -> Processes | None:
     options = [name for name, value in processes._asdict().items() if value is not None]
     if not parsed["distributed"]:
         if options:
-            raise ValueError(f"{options[0]}: expected --distributed with it")
+            raise ValueError(f"{options[0]}: expected --distributed as well")
         return None
     if missing := [name for name in Processes._fields[:3] if name not in options]:
         if len(missing) < 3:
-            expected = "all of coordinator, num_processes and process_id, or none of them"
+            expected = "either all of coordinator, num_processes and process_id, or none of them"
             raise ValueError(f"{missing[0]}: missing; expected {expected}")
         return processes
     address, count, number, devices = processes
@@ -117,10 +118,10 @@ def _processes(parsed: Any) -> Processes | None:
 
 
 def _seeds_of_claims(words: Sequence[str]) -> int | None:
-    """The ``train.seeds`` of the last file that gives claims, and of what stands before it.
+    """The ``train.seeds`` that the last file with claims, or anything before it, sets.
 
-    None if no file gives claims, or an option does: these count the seeds that are trained. A file that is not valid is
-    left to the parser.
+    None if no file has claims, or if an option gives them: such claims count the seeds that are trained. The parser
+    reports invalid files.
     """
     seeds, counted = Train().seeds, None
     for word, value in itertools.pairwise(itertools.chain.from_iterable(word.split("=", 1) for word in [*words, ""])):
@@ -137,7 +138,7 @@ def _seeds_of_claims(words: Sequence[str]) -> int | None:
 
 
 def _find_configs(arguments: Sequence[str]) -> list[str]:
-    """``copy --config mine.yaml`` as ``--config FILE --config mine.yaml``, FILE the one of ``CONFIGS``."""
+    """Turns ``copy --config mine.yaml`` into ``--config FILE --config mine.yaml``, with FILE from ``CONFIGS``."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     rest = list(arguments[len(named) :])
     for i, word in enumerate(rest):
@@ -159,7 +160,7 @@ def _find_config(name: str) -> str:
 
 
 def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
-    """``--sweep a=1,2 --sweep b=x,y`` as ``--sweep {a: [1,2], b: [x,y]}``, the parser's form."""
+    """Turns ``--sweep a=1,2 --sweep b=x,y`` into ``--sweep {a: [1,2], b: [x,y]}``, the parser's form."""
     spaced = (("--sweep", word[8:]) if word.startswith("--sweep=") else (word,) for word in arguments)
     rest, swept = list(itertools.chain.from_iterable(spaced)), {}
     while "--sweep" in rest:
@@ -181,9 +182,9 @@ def read(file: Path) -> Config:
 
 
 def changed_options(config: Config) -> list[str]:
-    """One line for each option that differs from the config of that name that comes with jattn; none without one.
+    """One line for each option that differs from jattn's own config of that name; none if jattn has no such config.
 
-    The mesh and the description do not count, since they change no numbers, and neither does what claims need of
+    The mesh and the description do not count, because they change no numbers. Claims may need more or fewer passes for
     another number of seeds.
     """
     file = CONFIGS / f"{config.name}.yaml"
@@ -200,23 +201,23 @@ def changed_options(config: Config) -> list[str]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each dotted key in which two configs, given as nested dicts, differ; claims go by their names."""
+    """One line for each dotted key in which two configs (nested dicts) differ; claims are matched by their names."""
     lines = []
     for key in sorted(saved.keys() | now.keys()):
         there, here = _by_name(saved.get(key)), _by_name(now.get(key))
         if isinstance(there, dict) and isinstance(here, dict):
             lines += [f"{key}.{line}" for line in differences(there, here)]
         elif isinstance(here, dict) and not there:
-            lines.append(f"{key} is new")
+            lines.append(f"{key} was added")
         elif isinstance(there, dict) and not here:
-            lines.append(f"{key} is gone")
+            lines.append(f"{key} was removed")
         elif there != here:
             lines.append(f"{key} was {saved.get(key)!r}, now {now.get(key)!r}")
     return lines
 
 
 def _by_name(value: Any) -> Any:
-    """A list of dicts with names as a dict of them; anything else as it is."""
+    """Turns a list of named dicts into a dict by name; returns anything else unchanged."""
     named = isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)
     entries = {one["name"]: one for one in value} if named else {}
     return entries if entries and len(entries) == len(value) else value

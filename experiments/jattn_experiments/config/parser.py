@@ -15,7 +15,7 @@ from jattn_experiments.schema import SECTIONS, Claim, Config, Kind
 
 
 class Processes(NamedTuple):
-    """How processes of a run find each other: arguments of ``jax.distributed.initialize``; JAX detects what is None."""
+    """How the processes of a run find each other: arguments of ``jax.distributed.initialize``. JAX detects any None."""
 
     coordinator: str | None  # host:port of the first process
     num_processes: int | None
@@ -70,9 +70,9 @@ jsonargparse.set_loader("yaml", _load_yaml_once, exceptions=(yaml.YAMLError,))
 
 
 def scaled_claims(config: Config, seeds: int) -> list[Claim]:
-    """The claims of ``config``, which count the passes of ``seeds`` seeds, for as many as it trains, rounded up.
+    """The claims of ``config``, with the passes needed of ``seeds`` seeds scaled to ``train.seeds`` and rounded up.
 
-    A control that sets ``train.seeds`` keeps its count, and so does a claim about a saved model.
+    A claim about a saved model, or about a control that sets ``train.seeds``, keeps its count.
     """
     fixed = {name for name, changed in config.controls.items() if "train.seeds" in changed}
     fixed |= set() if config.kind is Kind.TRAINING else {""}
@@ -93,7 +93,7 @@ def of_plain(plain: dict[str, Any]) -> Config:
 def build(
     parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace], seeds: int | None = None
 ) -> tuple[Config, Any]:
-    """The config that ``parse`` reads, and all that it reads; ``seeds``: how many the claims count, if not its own.
+    """The config that ``parse`` reads, and everything it reads. ``seeds``: how many seeds the claims count, if others.
 
     Raises ``ValueError`` or ``argparse.ArgumentError`` if it is not valid.
     """
@@ -106,20 +106,20 @@ def build(
     config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
     if seeds:
         config = dataclasses.replace(config, claims=scaled_claims(config, seeds))
-    from jattn_experiments.config import rules  # slow to import: an option that does not parse need not wait for JAX
+    from jattn_experiments.config import rules  # slow to import: a parse error should not wait for JAX
 
     rules.check(config)
     return config, values
 
 
 def one_line(message: str) -> str:
-    """The parser's message as one line of our own: the key, what was expected, what was given."""
+    """Rewrites the parser's message as one line: the key, what was expected, what was given."""
     message = " ".join(message.split())
     if wrong := re.fullmatch(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', message):
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong[2])
         return f"{wrong[1]}: expected {expected}, got {wrong[3]}"
     if unknown := re.search(r'Parser key "claims": (\w+\.[\w.]+): no such option', message):
-        return f"claims.{unknown[1]}: no such option; give claims as a whole, such as --claims '[]' for none"
+        return f"claims.{unknown[1]}: no such option; pass the whole list of claims, such as --claims '[]' for none"
     if unknown := re.search(r"(?:Group '(\w+)' does not accept option|[Oo]ption) '([\w.]+)'", message):
         message = f"unrecognized arguments: --{unknown[1] + '.' if unknown[1] else ''}{unknown[2]}"
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", message):

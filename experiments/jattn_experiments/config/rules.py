@@ -1,4 +1,4 @@
-"""Which values of the right type are valid in a config: a rule for each option that can be wrong."""
+"""The rules for values in a config: which values of the right type are valid."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def check(config: Config) -> None:
 
 
 def follow(config: Config, rules: Iterator[Rule]) -> None:
-    """Raises ``ValueError`` for the first rule ``(dotted option, whether its value is valid, what was expected)``."""
+    """Raises ``ValueError`` for the first broken rule; a rule is (dotted option, is it valid, what was expected)."""
     for key, good, expected in rules:
         if not good:
             value = functools.reduce(getattr, key.split("."), config)
@@ -54,7 +54,7 @@ def follow(config: Config, rules: Iterator[Rule]) -> None:
 
 
 def _basic_rules(config: Config) -> Iterator[Rule]:
-    """Those that the other rules rely on."""
+    """Rules on which the other rules rely."""
     yield "task.kind", config.task.kind in TASKS, f"one of {', '.join(sorted(TASKS))}"
     for section, names in _POSITIVE.items():
         for name in names:
@@ -66,7 +66,7 @@ def _basic_rules(config: Config) -> Iterator[Rule]:
 
 
 def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
-    """All floats in nested dicts and lists, with their dotted keys; a claim's key has its name."""
+    """All floats in nested dicts and lists, with their dotted keys; a claim's key includes its name."""
     if isinstance(plain, float):
         return [(key, plain)]
     if isinstance(plain, dict):
@@ -79,16 +79,16 @@ def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
 
 
 def _kinds(name: str, value: bool) -> tuple[str, ...]:
-    """The kinds of tasks of which something is so."""
+    """The kinds of tasks that have this value for an attribute."""
     return tuple(kind for kind, task in TASKS.items() if getattr(task, name) is value)
 
 
 def _task_rules(config: Config, task: Task) -> Iterator[Rule]:
-    """Those of the task itself, then those that hold for the options of all."""
+    """The task's own rules, then those for the options of all tasks."""
     length, shortest, longest = config.task.length, config.task.shortest, config.task.longest
     for name, good, expected in task.rules():
         yield f"task.{name}", good, expected
-    yield "task.length", length % 4 == 0 and length >= 12, "a multiple of 4, at least 12"
+    yield "task.length", length % 4 == 0 and length >= 12, "a multiple of 4 that is at least 12"
     yield "task.longest", longest >= shortest, f"at least task.shortest={shortest}"
     yield "task.farthest", config.task.farthest >= longest, f"at least task.longest={longest}"
 
@@ -101,31 +101,35 @@ def _model_rules(config: Config, task: Task) -> Iterator[Rule]:
     yield "model.kernel_scale", scale is None or scale > 0, "> 0"
     yield "model.value_dim", model.value_dim is None or model.value_dim > 0, "> 0"
     yield "model.window", model.window is None or model.window > 0, "> 0"
-    fixed = f"other than relative_keys for task.kind={kind}, whose sequences differ in length"
+    fixed = f"anything but relative_keys for task.kind={kind}, because its sequences differ in length"
     yield "model.position", position != "relative_keys" or task.same_length, fixed
-    yield "model.window", model.window is None or (model.causal and task.causal), "null with all tokens"
-    counting = f"task.kind={', '.join(_kinds('causal', False))}, which counts later tokens too"
+    yield "model.window", model.window is None or (model.causal and task.causal), "null for attention to all tokens"
+    counting = f"task.kind={', '.join(_kinds('causal', False))}, which also counts later tokens"
     yield "model.causal", model.causal == task.causal, f"false for {counting}, and true for others"
-    yield "model.tied", not model.tied or task.answers_are_tokens, "false where answers are not tokens, or several"
+    yield (
+        "model.tied",
+        not model.tied or task.answers_are_tokens,
+        "false, because this task's answers are not single tokens",
+    )
     yield "model.mlp_dim", model.mlp_dim >= 0, ">= 0"
-    yield "model.head_dim", position != "rotary" or model.head_dim % 2 == 0, "even for rotary"
-    yield "model.rotary_base", position != "rotary" or model.rotary_base > 1, "more than 1 for rotary"
-    yield "model.model_dim", position != "sinusoidal" or model.model_dim % 2 == 0, "even for sinusoidal"
+    yield "model.head_dim", position != "rotary" or model.head_dim % 2 == 0, "even for rotary positions"
+    yield "model.rotary_base", position != "rotary" or model.rotary_base > 1, "more than 1 for rotary positions"
+    yield "model.model_dim", position != "sinusoidal" or model.model_dim % 2 == 0, "even for sinusoidal positions"
 
 
 def _train_rules(config: Config, task: Task) -> Iterator[Rule]:
     train, places, below = config.train, len(task.places), config.train.entropy_below
     weights, most = train.place_weights, 2**32 - train.seeds  # a key is made of 32 bits
-    seeds = f"from 0 to {most}, 2**32 - train.seeds={train.seeds}"
+    seeds = f"0 to {most} (2**32 - train.seeds={train.seeds})"
     yield "train.first_seed", 0 <= train.first_seed <= most, seeds
     yield "train.keep", train.keep >= 0, ">= 0"
     # A warm-up is never shortened silently: training follows the config.
     shorter = f"(fewer steps need a shorter warm-up, such as {train.steps // 10})"
     yield "train.warmup", 0 <= train.warmup < train.steps, f">= 0 and < train.steps={train.steps} {shorter}"
-    yield "train.entropy_after", 0 <= train.entropy_after <= 1, "from 0 to 1"
-    yield "train.entropy_below", below is None or below > 0, "> 0 nats, or null for any loss"
-    yield "train.final_rate", 0 <= train.final_rate <= 1, "from 0 to 1"
-    yield "train.b2", 0 < train.b2 < 1, "between 0 and 1"
+    yield "train.entropy_after", 0 <= train.entropy_after <= 1, "0 to 1"
+    yield "train.entropy_below", below is None or below > 0, "a loss in nats > 0, or null for any loss"
+    yield "train.final_rate", 0 <= train.final_rate <= 1, "0 to 1"
+    yield "train.b2", 0 < train.b2 < 1, "a number between 0 and 1"
     yield "train.weight_decay", train.weight_decay >= 0, ">= 0"
     yield "train.entropy_penalty", train.entropy_penalty >= 0, ">= 0"
     positive = weights is None or (len(weights) == places and min(weights) > 0)
@@ -143,11 +147,11 @@ def _mesh_rules(config: Config, task: Task) -> Iterator[Rule]:
     yield "mesh.heads", model.num_heads % mesh.heads == 0, f"a divisor of model.num_heads={model.num_heads}"
     even = kv_heads % mesh.heads == 0 or mesh.heads % kv_heads == 0
     yield "mesh.heads", even, f"a divisor or a multiple of model.num_kv_heads={kv_heads}"
-    halves = f"2 * mesh.sequence to divide the {tokens} tokens of a sequence of task.kind={kind}"
+    halves = f"2 * mesh.sequence to be a divisor of {tokens}, the tokens of a sequence of task.kind={kind}"
     yield "mesh.sequence", mesh.sequence == 1 or tokens % (2 * mesh.sequence) == 0, halves
     kinds = f"task.kind in {_kinds('can_split', False)} and model.position=relative_keys"
     splits = mesh.sequence == 1 or (task.can_split and model.position != "relative_keys")
-    yield "mesh.sequence", splits, f"1 with {kinds}, which need whole sequences"
+    yield "mesh.sequence", splits, f"1 with {kinds}, because they need whole sequences"
 
 
 def _look_length_rules(config: Config, task: Task) -> Iterator[Rule]:
@@ -156,18 +160,18 @@ def _look_length_rules(config: Config, task: Task) -> Iterator[Rule]:
     if length is None:
         return
     key = "evaluate.look_length"
-    yield key, task.can_shorten, f"an option of task.kind={', '.join(_kinds('can_shorten', True))} only"
+    yield key, task.can_shorten, f"null, because only task.kind={', '.join(_kinds('can_shorten', True))} takes it"
     relative = position in ("none", "rotary", "alibi", "relative")
-    yield key, relative, f"null with model.position={position}, which numbers tokens"
+    yield key, relative, f"null with model.position={position}, which encodes absolute positions"
     enough = max(options.offsets, default=0) < length <= options.length
-    yield key, enough, f"more than the largest of task.offsets={options.offsets}, at most {options.length}"
+    yield key, enough, f"more than the largest of task.offsets={options.offsets} and at most {options.length}"
 
 
 def _other_rules(config: Config, task: Task) -> Iterator[Rule]:
     farthest = config.task.farthest
-    yield "name", bool(re.fullmatch(r"[\w-]+", config.name)), "letters, digits, '_' and '-'"
+    yield "name", bool(re.fullmatch(r"[\w-]+", config.name)), "only letters, digits, '_' and '-'"
     inside = all(0 < length <= farthest for length in config.evaluate.lengths)
-    yield "evaluate.lengths", inside, f"1 to task.farthest={farthest}"
+    yield "evaluate.lengths", inside, f"numbers from 1 to task.farthest={farthest}"
 
 
 def _check_claims(config: Config) -> None:
@@ -175,10 +179,10 @@ def _check_claims(config: Config) -> None:
     for claim in config.claims:
         key, bounds = f"claims.{claim.name}", [claim.at_least, claim.at_most]
         if bounds.count(None) != 1:
-            raise ValueError(f"{key}: expected one of at_least and at_most, got {bounds!r}")
+            raise ValueError(f"{key}: expected either at_least or at_most, got {bounds!r}")
         if claim.minus is not None and not trains:
-            raise ValueError(f"{key}.minus: expected null where nothing is trained, got {claim.minus!r}")
+            raise ValueError(f"{key}.minus: expected null, because nothing is trained, got {claim.minus!r}")
         others = "train.seeds" in config.controls.get(claim.metric.rpartition(":")[0], {})  # checked with the metrics
         if claim.needed <= 0 or (claim.needed > seeds and not others):
-            hint = "change it in the file of the claims, or leave them out: --claims '[]'"
+            hint = "change it in the config's claims, or drop all claims with --claims '[]'"
             raise ValueError(f"{key}.needed: expected 1 to train.seeds={seeds}, got {claim.needed!r}; {hint}")

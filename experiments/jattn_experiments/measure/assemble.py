@@ -83,7 +83,7 @@ def _length_curves(results: dict[str, claims.Result]) -> Curves:
 def _sweep_curves(results: dict[str, claims.Result]) -> Curves:
     """A panel per metric of the controls, with a line per combination of the options after the first.
 
-    With one option, the accuracy of a task with several answers has a line per answer in addition.
+    With a single option, a task with several answers also has a line per answer in its accuracy panel.
     """
     base = results[""]
     if not base.config.sweep:

@@ -1,4 +1,4 @@
-"""What is told of circuits: metrics, what they are compared with, curves and maps."""
+"""Results on circuits: metrics and what they are compared with, curves and maps."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def names(config: Config) -> list[str]:
 
 
 def metrics_of(config: Config, measured: dict[str, Any], looked: dict[str, Any]) -> dict[str, Measure]:
-    """All of ``names``, from what was measured."""
+    """The values of all ``names``, computed from the measurements."""
     options, metrics = config.circuits, {}
     for task, one in measured["tasks"].items():
         kept, nodes = one["kept"], one["nodes"]
@@ -56,9 +56,9 @@ def metrics_of(config: Config, measured: dict[str, Any], looked: dict[str, Any])
 
 
 def _strongest_key(scores: np.ndarray, looked: dict[str, Any]) -> tuple[float, float]:
-    """Of the strongest edge from a head into a key: the writer's previous-token score, the reader's induction score.
+    """The scores at the strongest edge from a head into a key: previous-token of the writer, induction of the reader.
 
-    The reader is the one of the heads that share the key with the largest.
+    If several heads share the key, the reader is the one with the largest induction score.
     """
     layers, heads = looked["induction"].shape
     per_layer = (len(scores) - 1) // layers
@@ -73,7 +73,7 @@ def _strongest_key(scores: np.ndarray, looked: dict[str, Any]) -> tuple[float, f
 
 
 def _in_common(config: Config, measured: dict[str, Any]) -> np.ndarray:
-    """``[J,C]``: the share of the largest edges on judged pairs of one length that are so on chosen ones of another."""
+    """``[J,C]``: the share of the largest edges on judged pairs of length J that are also largest on chosen pairs."""
     count, each = config.circuits.compared, [measured["lengths"][length] for length in config.circuits.lengths]
     largest = [
         [set(np.argsort(-np.abs(half["scores"]), axis=None, kind="stable")[:count].tolist()) for half in halves]
@@ -83,7 +83,7 @@ def _in_common(config: Config, measured: dict[str, Any]) -> np.ndarray:
 
 
 def curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    """The share kept over the number of edges, of each task."""
+    """The share kept over the number of edges, for each task."""
     sizes = sorted(config.circuits.sizes)
 
     def line(values: np.ndarray) -> list[list[float]]:
@@ -101,7 +101,7 @@ def curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, list
 
 
 def grids(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What circuits keep, and share, that were chosen at one length and judged at another."""
+    """What circuits chosen at one length keep at another, and how many edges they share."""
     lengths = config.circuits.lengths
     named = {"rows": [f"judged at {n}" for n in lengths], "columns": [f"chosen at {n}" for n in lengths]}
     kept = [np.clip(measured["carried"][n]["kept"], 0, 1).tolist() for n in lengths]

@@ -1,4 +1,4 @@
-"""Pairs of texts whose answers differ, clean and corrupt: what a language model's circuits are looked for on."""
+"""Pairs of texts with different answers, clean and corrupt, on which a language model's circuits are found."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
 
     @property
     def labels(self) -> dict[str, np.ndarray]:
-        """What ``difference`` is told of each pair."""
+        """The arguments that ``difference`` needs for each pair."""
         return {"answer": self.answer, "other": self.other}
 
     def part(self, at: slice) -> "Pairs":
@@ -40,15 +40,15 @@ class Pairs(NamedTuple):
 
 
 def difference(logits: Array, tokens: Array, labels: dict[str, Array]) -> Array:
-    """By how many nats the answer to the clean text is likelier than that to the corrupt one, after the last token."""
+    """The log probability (nats) of the clean text's answer minus the corrupt text's answer, after the last token."""
     return logits[-1, labels["answer"]] - logits[-1, labels["other"]]
 
 
 def copying(tokens: np.ndarray, first: int, length: int, count: int, rng: np.random.Generator) -> Pairs:
-    """Random ``tokens``, and the beginning of a second copy. Corrupt: two tokens of the first copy change places.
+    """Random ``tokens`` and the beginning of a second copy. Corrupt: two tokens of the first copy are swapped.
 
-    One of the two is the last token of all. So what followed it differs, though the same tokens stand there, and only
-    whoever knows which token stood before each can tell.
+    One of the two equals the sequence's last token, so a different token follows it in the first copy. Both sequences
+    hold the same tokens; only a model that knows which token precedes each can tell them apart.
     """
     period = round(COPIED * length)
     last = length - 2 - period  # where the last token stands in the first copy
@@ -64,13 +64,15 @@ def copying(tokens: np.ndarray, first: int, length: int, count: int, rng: np.ran
 
 
 def names(encode: Callable[[str], list[int]], first: int, count: int, rng: np.random.Generator) -> Pairs:
-    """Indirect objects: who is given something, of two names. Corrupt: the other one gives.
+    """Indirect objects: which of two people receives something. Corrupt: the other one gives it.
 
     Source: Wang et al., https://arxiv.org/abs/2211.00593, section 3.
     """
     single = [name for name in NAMES if len(encode(f" {name}")) == 1]
     if len(single) < 2:
-        raise ValueError("language.model: expected a model for which at least two of the names are one token each")
+        raise ValueError(
+            "language.model: expected a model whose tokenizer has at least two of the names as single tokens"
+        )
     clean, corrupt, answers = [], [], []
     for _ in range(count):
         (one, two), place, thing = rng.permutation(single)[:2], rng.choice(PLACES), rng.choice(THINGS)
@@ -83,12 +85,13 @@ def names(encode: Callable[[str], list[int]], first: int, count: int, rng: np.ra
 
 
 def capitals(encode: Callable[[str], list[int]], first: int, count: int, rng: np.random.Generator) -> Pairs:
-    """The capital of a country. Corrupt: of another."""
+    """The capital of a country. Corrupt: the capital of another country."""
     every = list(_of_one_length(encode))
     if len(every) < count:
-        raise ValueError(f"circuits.pairs: expected at most {len(every) // 2}, as there are {len(every)} countries")
+        most = f"at most {len(every) // 2}, because {len(every)} countries have single-token names and capitals"
+        raise ValueError(f"circuits.pairs: expected {most}, got {count // 2}")
     drawn = [every[at] for at in rng.permutation(len(every))[:count]]
-    half = count // 2  # no country of one half is the other one of a pair of the other half
+    half = count // 2  # no country appears in both halves
     beside = [*drawn[1:half], drawn[0], *drawn[half + 1 :], drawn[half]]
     pairs = list(zip(drawn, beside, strict=True))
     clean, corrupt = ([[first, *pair[side][0]] for pair in pairs] for side in (0, 1))
@@ -96,7 +99,7 @@ def capitals(encode: Callable[[str], list[int]], first: int, count: int, rng: np
 
 
 def _of_one_length(encode: Callable[[str], list[int]]) -> Iterator[tuple[list[int], int]]:
-    """Prompts and answers of the countries whose names, and capitals, are one token each."""
+    """Prompts and answers for countries whose names and capitals are each a single token."""
     for country, capital in CAPITALS.items():
         if len(encode(f" {country}")) == len(encode(f" {capital}")) == 1:
             yield encode(f"The capital of {country} is"), encode(f" {capital}")[0]

@@ -1,8 +1,8 @@
-"""The circuits of a language model: whether a few edges carry a behaviour, which, and whether they do at any length.
+"""The circuits of a language model: whether a few edges carry a behaviour, which edges, and whether at any length.
 
 Edges are chosen on some pairs of texts (EAP-IG) and judged on others. The controls are random edges, and the edges
-between the heads and MLPs that matter most. What has been measured is kept in ``out/parts``, so a stopped run goes on
-from there; a page of each circuit is ``out/circuit-NAME.html``.
+between the heads and MLPs that matter most. Finished measurements are kept in ``out/parts``, so that a stopped run can
+resume. The page of each circuit is ``out/circuit-NAME.html``.
 """
 
 import functools
@@ -48,14 +48,14 @@ OFF = 2  # pairs on which single heads are switched off
 
 
 class Drawn(NamedTuple):
-    """Pairs to choose edges on, then as many to judge them on: of each task, and of copying at each length."""
+    """Pairs to choose edges on, followed by as many to judge them on, for each task and for copying at each length."""
 
     tasks: dict[str, Pairs]
     lengths: dict[int, Pairs]
 
 
 def halves(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Those that edges are chosen on, and those that they are judged on."""
+    """The pairs on which edges are chosen, and those on which they are judged."""
     half = len(pairs.answer) // 2
     return pairs.part(slice(half)), pairs.part(slice(half, None))
 
@@ -63,7 +63,7 @@ def halves(pairs: Pairs) -> tuple[Pairs, Pairs]:
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to circuits, or if the model is missing."""
     sections = ("pretrained", "task", "model", "train", "evaluate", "long", "controls", "sweep", "mesh")
-    saved_model.refuse(config, sections, "nothing is trained for circuits")
+    saved_model.refuse(config, sections, "does not apply to circuits, where nothing is trained")
     follow(config, _rules(config))
     known = circuit_metrics.names(config)
     for claim in config.claims:
@@ -76,20 +76,25 @@ def check(config: Config) -> None:
 
 def _rules(config: Config) -> Iterator[Rule]:
     options = config.circuits
-    yield "circuits.pairs", options.pairs >= 2, "at least 2, so that no text is beside itself"
+    yield "circuits.pairs", options.pairs >= 2, "at least 2, so that each text has another one to compare with"
     distinct = len(set(options.sizes)) == len(options.sizes) > 0 and min(options.sizes) > 0
-    yield "circuits.sizes", distinct, "numbers from 1 on, each once"
+    yield "circuits.sizes", distinct, "distinct numbers of at least 1"
     yield "circuits.compared", options.compared in options.sizes, f"one of circuits.sizes={options.sizes}"
     enough = bool(options.lengths) and min(options.lengths) >= 16
-    yield "circuits.lengths", enough and sorted(set(options.lengths)) == options.lengths, "numbers from 16 on, rising"
+    yield (
+        "circuits.lengths",
+        enough and sorted(set(options.lengths)) == options.lengths,
+        "increasing numbers of at least 16",
+    )
 
 
 def draw(config: Config, tokenizer: Any, vocabulary: int) -> Drawn:
-    """The pairs of a config. Raises ``ValueError`` if there are too few countries, or tokens."""
+    """The pairs of a config. Raises ``ValueError`` if there are too few countries or tokens."""
     options, rng = config.circuits, np.random.default_rng(config.language.seed)
     first, tokens = tokenizer.token_to_id(config.language.first), sequences.ordinary_tokens(tokenizer, vocabulary)
     if options.lengths[-1] > len(tokens):
-        raise ValueError(f"circuits.lengths: expected at most {len(tokens)}, the model's tokens, got {options.lengths}")
+        most = f"at most {len(tokens)}, the size of the model's vocabulary"
+        raise ValueError(f"circuits.lengths: expected {most}, got {options.lengths}")
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -107,12 +112,12 @@ def draw(config: Config, tokenizer: Any, vocabulary: int) -> Drawn:
 
 
 def pairs_of(pairs: int, length: int) -> int:
-    """How many pairs of this length edges are chosen on."""
+    """The number of pairs of this length on which edges are chosen."""
     return max(2, min(pairs, TOKENS // length))
 
 
 def run(config: Config, out: Path) -> Findings:
-    """Scores all edges of each task, runs circuits of all sizes, and compares those of several lengths."""
+    """Scores all edges of each task, runs circuits of all sizes, and compares circuits across lengths."""
     started, source = time.monotonic(), model_file(config.language.model)
     tokenizer, whole = interop.tokenizer(source), interop.load(source)
     model = Model.of(whole)
@@ -149,7 +154,7 @@ def run(config: Config, out: Path) -> Findings:
 def _measured(config: Config, model: interop.Transformer, pairs: Drawn, parts: KeptParts) -> dict[str, Any]:
     options = config.circuits
     shortest, measured = options.lengths[0], {"tasks": {}, "lengths": {}, "carried": {}}
-    for length, every in reversed(pairs.lengths.items()):  # what does not fit into memory says so early
+    for length, every in reversed(pairs.lengths.items()):  # a run that does not fit into memory fails early
         chosen, judged = halves(every)
         measured["lengths"][length] = [
             parts.part(f"scores copying {length} {name}", _scores, model, half, options.steps)
@@ -178,7 +183,7 @@ def _scores(model: interop.Transformer, pairs: Pairs, steps: int) -> Part:
 
 
 def scores_of(model: interop.Transformer, part: Part) -> EdgeScores:
-    """The scores of a part that was kept."""
+    """The scores of a finished part."""
     graph = jattn.circuits.graph_of(model)
     return EdgeScores(graph, part["scores"], graph.edges, part["clean"], part["corrupt"], "eap-ig")
 
@@ -195,7 +200,7 @@ def _nodes(model: interop.Transformer, pairs: Pairs, scores: EdgeScores, sizes: 
 
 
 def _carried(model: interop.Transformer, pairs: Pairs, circuits: list[np.ndarray]) -> Part:
-    """What circuits that were chosen at other lengths keep at this one."""
+    """What circuits chosen at other lengths keep at this one."""
     return {"kept": _share_kept(model, pairs, np.stack(circuits))}
 
 
@@ -209,10 +214,10 @@ def _share_kept(model: interop.Transformer, pairs: Pairs, sets: np.ndarray) -> n
 
 
 def between_nodes(scores: EdgeScores, size: int) -> np.ndarray:
-    """bool ``[R,W]``: the edges between the embedding, the logits and the heads and MLPs that matter most.
+    """bool ``[R,W]``: the edges among the embedding, the logits, and the heads and MLPs that matter most.
 
-    There are as many of these as ``size`` edges have room for. What a writer matters is the sum of the scores of its
-    edges, the derivative by its output times its change (Nanda's attribution patching).
+    As many heads and MLPs are taken as ``size`` edges allow. A writer matters by the sum of its edges' scores, which is
+    the derivative by its output times its change (Nanda's attribution patching).
     """
     graph, worth = scores.graph, np.abs(scores.scores.sum(0))
     edges, inside = np.zeros_like(graph.edges), np.zeros(len(worth), bool)
@@ -228,7 +233,7 @@ def between_nodes(scores: EdgeScores, size: int) -> np.ndarray:
 
 
 def _each_off(model: Model, pairs: Drawn) -> Part:
-    """``whole [A]``, ``each [L,N,A]``: the share of right answers to each task, also with each head off."""
+    """``whole [A]``, ``each [L,N,A]``: the share of right answers to each task, with no head and with each head off."""
 
     @jax.jit
     def right(state: nnx.State, pairs: Pairs, gates: Array) -> Array:
@@ -247,7 +252,7 @@ def _each_off(model: Model, pairs: Drawn) -> Part:
 def _write_pages(
     config: Config, model: interop.Transformer, tokenizer: Any, pairs: Drawn, measured: dict[str, Any], out: Path
 ) -> None:
-    """A page of each task's circuit, above the patterns of its first texts."""
+    """Writes the page of each task's circuit, with the attention patterns of its first texts."""
     options = config.circuits
     for task, every in pairs.tasks.items():
         one, tokens = measured["tasks"][task], halves(every)[1].clean[:PICTURED]

@@ -27,14 +27,14 @@ class Result(NamedTuple):
     metrics: Mapping[str, np.ndarray] = {}  # of training: name -> [R,E]
 
 
-# What switching off a clean head costs: at least this at its own place, at most this elsewhere.
+# The cost of switching off a clean head: at least this at its own place, at most this elsewhere.
 OWN_DROP, OTHER_DROP = 0.5, 0.05
 NEAR = 0.01  # nats
-OWN_WEIGHT = 0.9  # on a place, for a head to count as there for it
+OWN_WEIGHT = 0.9  # weight on a place for a head to count as that place's own
 
 
 def clean_heads(measured: Measured) -> np.ndarray:
-    """``[R]``: how many places have a head that serves only them."""
+    """``[R]``: the number of places that have a head of their own."""
     fall = drops(measured)  # [R,L,N,A]
     others = np.stack([np.delete(fall, place, -1).max(-1, initial=-1.0) for place in range(fall.shape[-1])], -1)
     clean = (fall >= OWN_DROP) & (others <= OTHER_DROP)
@@ -42,7 +42,7 @@ def clean_heads(measured: Measured) -> np.ndarray:
 
 
 def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Measured) -> np.ndarray:
-    """``[R,A]``: each place's weight, in ``looked_at``, from the head that it needs most in ``trained``."""
+    """``[R,A]``: each place's weight in ``looked_at``, from the head that it needs most in ``trained``."""
     fall = drops(trained)
     owner = fall.reshape(len(fall), -1, len(places)).argmax(1)  # [R,A]
     scores = np.stack([looked_at.scores[place].reshape(len(fall), -1) for place in places], -1)  # [R,L*N,A]
@@ -50,7 +50,7 @@ def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Meas
 
 
 def distinct_places(places: tuple[str, ...], measured: Measured) -> np.ndarray:
-    """``[R]``: how many places get at least ``OWN_WEIGHT`` of some head's weight."""
+    """``[R]``: the number of places that get at least ``OWN_WEIGHT`` of some head's weight."""
     best = np.stack([measured.scores[place].max((1, 2)) for place in places], -1)
     return (best >= OWN_WEIGHT).sum(-1)
 
@@ -62,10 +62,10 @@ def mean_divergence(measured: Measured) -> np.ndarray:
 
 
 def bump(result: Result) -> np.ndarray:
-    """``[R]``: by how much more the held-out loss falls in the second half of training than in the quarter before.
+    """``[R]``: how much more the held-out loss falls in the second half of training than in the quarter before.
 
-    These are the last two doublings of the steps: over their logarithm, 0 is a straight line, less flattens, and more
-    falls faster again.
+    These are the last two doublings of the number of steps. Over its logarithm, 0 is a straight line, a negative value
+    flattens, and a positive value falls faster again.
     """
     end = result.metric_steps[-1]
     quarter, half = (int(np.argmin(np.abs(result.metric_steps - end / part))) for part in (4, 2))
@@ -94,12 +94,12 @@ METRICS: dict[str, Callable[[Result, Measured], np.ndarray]] = {
 }
 OF_PLACES = ("own_place_weight", "own_place_weight_untrained", "distinct_places")  # for places of one position each
 OF_CURVE = "exact_match_at_last_length"
-IN_CONTEXT = "in_context"  # loss of late queries less that of early ones, on held-out sequences
+IN_CONTEXT = "in_context"  # loss of late queries minus that of early ones, on held-out sequences
 OF_CONTEXTS = (IN_CONTEXT, "bump")  # for tasks with early and late queries
 AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
 BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
-ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the task
+ABOVE = "above/"  # above/LEVEL: loss minus that of a reference predictor of the task
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
 PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
 PATCHED = "patched/"  # patched/PATCH: share of the answers that one of the task's patches changes as it predicts
@@ -107,7 +107,7 @@ TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen 
 # A SCORE may be one of a layer: SCORE@LAYER. turn/in_context: half of its fall.
 OF_TRAINING = (RESTS, PASSES, TURN, "bump")  # which an untrained model does not have
 
-# Metrics with a name behind the slash, which each takes as well.
+# Metrics that also take the name after their slash.
 FAMILIES: dict[str, Callable[[Result, Measured, str], np.ndarray]] = {
     AT: lambda result, model, place: model.accuracy[:, result.places.index(place)],
     BEST: lambda result, model, score: _best(model.scores, score),
@@ -125,7 +125,7 @@ FAMILIES: dict[str, Callable[[Result, Measured, str], np.ndarray]] = {
 def check(config: Config) -> None:
     """Raises ``ValueError``, before training, for a claim that no model of ``config`` can be measured on.
 
-    Only the run itself is measured with all heads of a role off.
+    Metrics with all heads of a role off exist only for the run itself.
     """
     configs = {"": config, **variants(config)}
     for claim in config.claims:
@@ -136,20 +136,26 @@ def check(config: Config) -> None:
             control, _, metric = text.rpartition(":")
             if control not in configs:
                 controls = list(configs)[1:]
-                raise ValueError(f"{key}.{name}: expected [CONTROL:]METRIC, CONTROL of {controls}, got {text!r}")
+                raise ValueError(
+                    f"{key}.{name}: expected [CONTROL:]METRIC with CONTROL one of {controls}, got {text!r}"
+                )
             metrics = [one for one in known_metrics(configs[control]) if not (control and one.startswith(OFF))]
             if metric not in metrics:
-                raise ValueError(f"{key}.{name}: expected [CONTROL:]METRIC, METRIC of {metrics}, got {text!r}")
+                raise ValueError(f"{key}.{name}: expected [CONTROL:]METRIC with METRIC one of {metrics}, got {text!r}")
             seeds[name] = configs[control].train.first_seed, configs[control].train.seeds
         if len(set(seeds.values())) > 1:
-            raise ValueError(f"{key}.minus: expected the seeds of {claim.metric!r}, got those of {claim.minus!r}")
+            raise ValueError(
+                f"{key}.minus: expected a metric on the same seeds as {claim.metric!r}, got {claim.minus!r}"
+            )
         control, most = claim.metric.rpartition(":")[0], seeds["metric"][1]
         if claim.needed > most:
-            raise ValueError(f"{key}.needed: expected at most the {most} seeds of {control}, got {claim.needed}")
+            raise ValueError(
+                f"{key}.needed: expected at most {most}, the number of seeds of {control}, got {claim.needed}"
+            )
 
 
 def known_metrics(config: Config) -> list[str]:
-    """The metrics that a run of a config, trained from scratch or not, can be measured on."""
+    """The metrics that can be measured for a config, whether its model is trained from scratch or not."""
     task, layers = tasks.make(config.task), ["", *(f"@{layer}" for layer in range(config.model.num_layers))]
     scores = {BEST: (*task.located, *head_scores.ALL), TURN: (*task.located, *head_scores.TRACKED)}
     named = [
@@ -175,7 +181,7 @@ def measure(result: Result, model: Measured, metric: str) -> list[float]:
 
 
 def _without(result: Result, model: Measured, role: str) -> np.ndarray:
-    """``[R,A]``: the accuracy with all heads of a role off; if no head has the role, nothing is off."""
+    """``[R,A]``: the accuracy with all heads of a role off. If no head has the role, no head is off."""
     return result.groups.get(role, model.accuracy) if model is result.trained else model.accuracy
 
 
@@ -187,9 +193,9 @@ def _best(scores: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _passes(result: Result, level: str) -> np.ndarray:
-    """``[R]``: the first step at which the loss is nearer to ``level`` than to the one before; the last if none is.
+    """``[R]``: the first step at which the loss is nearer to ``level`` than to the level before; else the last step.
 
-    NaN if the loss is, at some step.
+    NaN if the loss is NaN at any step.
     """
     levels = tasks.make(result.config.task).levels
     before, after = (result.metrics[ABOVE + name] for name in (levels[levels.index(level) - 1], level))
@@ -199,9 +205,9 @@ def _passes(result: Result, level: str) -> np.ndarray:
 
 
 def turn(result: Result, name: str) -> np.ndarray:
-    """``[R]``: the step at which the best head's score has risen half its way during training.
+    """``[R]``: the step at which the best head's score has made half of its rise during training.
 
-    The in-context learning score falls, and its way begins where it was largest.
+    The in-context learning score falls instead, from its largest value.
     """
     if name == IN_CONTEXT:
         return half_fall(result.metric_steps, result.metrics[IN_CONTEXT])
@@ -220,7 +226,7 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
 
 
 def _measured(text: str, results: dict[str, Result]) -> tuple[Result, list[float], list[float]]:
-    """The result that ``text``, [CONTROL:]METRIC, is of, and that metric trained and, if there is one, untrained."""
+    """The result that ``text`` ([CONTROL:]METRIC) names, its metric, and the untrained model's if there is one."""
     control, _, metric = text.rpartition(":")
     result = results[control]
     untrained = [] if metric.startswith(OF_TRAINING) else measure(result, result.untrained, metric)
@@ -235,7 +241,7 @@ def row(name: str, metric: str, values: list[float], parameters: int | str = "")
 def verdict(
     claim: Claim, values: list[float], reference: list[float], seeds: list[int], what: str = "untrained"
 ) -> dict[str, Any]:
-    """One row of ``claims.json`` from the claim's metric, a number per seed, and numbers to compare them with."""
+    """One row of ``claims.json``, from the claim's metric (a number per seed) and numbers to compare it with."""
     below = claim.at_least is None
     threshold = claim.at_most if below else claim.at_least
     passed = [value <= threshold if below else value >= threshold for value in values]

@@ -1,15 +1,15 @@
-"""Writing without end: the loss of a long text that is read through caches of one size; not an experiment of a config.
+"""Writing without end: the loss of a long text that is read through caches of one size. This has no config.
 
 ``python -m jattn_experiments.measure.endless smollm2 --out RESULTS`` takes 25 to 35 minutes on two cores and writes
-``RESULTS/smollm2.json`` and a table. Of each text, the loss of each next token is measured in three blocks, of
+``RESULTS/smollm2.json`` and a table. For each text, the loss of each next token is measured in three blocks, with
 
-- *all tokens*: all earlier ones are seen;
-- *window*: a cache that rolls keeps the last ``SIZE`` tokens;
-- *in the text*: of the first four tokens and the last ``SIZE - 4``, with positions as they are in the text (a mask);
+- *all tokens*: every earlier token is visible;
+- *window*: a rolling cache keeps the last ``SIZE`` tokens;
+- *in the text*: the first four tokens and the last ``SIZE - 4`` are visible, with their positions in the text (a mask);
 - *in the cache*: the same tokens, with positions within the cache (``init_cache(first_tokens=4)``), as StreamingLLM
   counts them (https://arxiv.org/abs/2309.17453, section 3.2);
-- *read afresh*: a new text that begins ``SIZE`` tokens before the last of its ``FRESH`` tokens, what remains of the
-  context alone.
+- *read afresh*: a new text that begins ``SIZE`` tokens before the last of its ``FRESH`` tokens, so that the model
+  sees only the remaining context.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from jattn_experiments.runs.terminal import Terminal
 FIRST, FIRST_TOKEN = 4, {"smollm2": "<|im_start|>", "gemma3": "<bos>"}
 SIZES = {"smollm2": 512, "gemma3": 516}  # slots; a cache of Gemma 3 holds its window of 512 and the first tokens
 BLOCKS = ((1024, 4096), (8192, 12288), (20480, 24576))
-FRESH = 4  # of so many parts of a context, the last is measured
+FRESH = 4  # a context has this many parts, and the last one is measured
 TEXTS = (("source", 0), ("source", 1))
 
 
 def losses_of(model: Model, tokens: np.ndarray, size: int, tell: Callable[[], Any]) -> dict[str, np.ndarray]:
-    """``[T-1]`` each; ``read afresh`` is NaN where nothing is measured."""
+    """The losses, ``[T-1]`` each. ``read afresh`` is NaN where nothing is measured."""
 
     @jax.jit
     def masked(state: nnx.State, mask: masks.Mask) -> Array:
@@ -94,7 +94,7 @@ def losses_of(model: Model, tokens: np.ndarray, size: int, tell: Callable[[], An
 
 
 def in_blocks(each: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """The mean loss of each block's tokens, those that all have."""
+    """The mean loss of each block, over the tokens that all methods measure."""
     known = np.isfinite(each["read afresh"])
     blocks = [np.arange(len(known)) for _ in BLOCKS]
     inside = [(at >= start) & (at < stop) & known for at, (start, stop) in zip(blocks, BLOCKS, strict=True)]
@@ -102,7 +102,7 @@ def in_blocks(each: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def table(found: dict[str, list[float]]) -> str:
-    """In Markdown: a row for each block, and what each cache loses against all that is left of the context."""
+    """A Markdown table with a row for each block, and each cache's loss relative to reading the rest of the context."""
     lines = [f"| tokens | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
     for (start, stop), values in zip(BLOCKS, zip(*found.values(), strict=True), strict=True):
         lines.append(f"| {start:,} to {stop:,} | {' | '.join(f'{value:.3f}' for value in values)} |")
@@ -110,10 +110,10 @@ def table(found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Measures one model, and writes what was found."""
+    """Measures one model and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=PACKAGES, help="the model that reads")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
+    parser.add_argument("model", choices=PACKAGES, help="the model that reads the texts")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     options = parser.parse_args()
     source, longest = model_file(options.model), max(stop for _, stop in BLOCKS)
     model, tokenizer = Model.of(interop.load(source)), interop.tokenizer(source)

@@ -1,4 +1,4 @@
-"""What a model can do and how its heads do it: all measurements for the claims and the report, on fresh data."""
+"""All measurements for the claims and the report, on fresh data: what a model can do and how its heads do it."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jattn_experiments.tasks import CopyString
 from jattn_experiments.train import Setup
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
-NULL_HEADS = 256  # of untrained models: what a head scores by chance
+NULL_HEADS = 256  # heads of untrained models, which show what a head scores by chance
 NULL_BATCH = 32
 LEVEL = 0.05  # share of heads without a role that may be given one
 CURVE_BATCH = 256  # strings at each length of the curve
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
     noise: Array  # [R,L*N] between those of the two halves of the sequences
     curve: Array  # [R,C] exact match at each of evaluate.lengths
     patched: dict[str, Array]  # name -> [R]: share of the answers that a patch of the task changes as predicted
-    in_context: Array  # [R] loss of late queries less that of early ones; NaN without such
+    in_context: Array  # [R] loss of late queries minus that of early ones; NaN if a task has none
 
 
 def measure(setup: Setup, *models: Any) -> list[Measured]:
@@ -53,7 +53,7 @@ def measure(setup: Setup, *models: Any) -> list[Measured]:
 def _every_seed(measure: Callable[..., Any], setup: Setup) -> Callable[..., Any]:
     """``measure(setup, params, key, *others)`` over seeds, leaves ``[R,...]``; NumPy arrays on every process."""
 
-    # one seed after another: all at once, the weights would not fit in a small machine's memory
+    # one seed at a time: the weights of all seeds would not fit into a small machine's memory
     def every_seed(params: Any, *others: Any) -> Any:
         return jax.lax.map(lambda one: measure(setup, *one), (params, setup.keys, *others))
 
@@ -112,7 +112,7 @@ def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
 
 
 def changed_by(model: Transformer, params: Any, patch: Patch) -> Array:
-    """The share of the right answers that ``patch`` changes to those it predicts."""
+    """The share of right answers that ``patch`` changes to the answers it predicts."""
     _, kept = model.apply(params, patch.other, sow_heads=True, mutable=["intermediates"])
     *below, last = layer_by_layer(kept["intermediates"], "attention_heads")
     gate = jnp.where(patch.at[..., None], 0.0, jnp.ones(last["key"].shape[:-1]))  # [B,T,K]
@@ -128,7 +128,7 @@ def changed_by(model: Transformer, params: Any, patch: Patch) -> Array:
 
 
 def of_patterns(weights: Array, real: Array) -> dict[str, Array]:
-    """Of ``weights [B,L,N,T,T]`` of one layout: their mean, between heads their divergence, and its noise floor."""
+    """The mean of ``weights [B,L,N,T,T]`` of one layout, the divergence between heads, and its noise floor."""
     flat = weights.reshape(len(weights), -1, *weights.shape[3:])
     return {
         "mean_weights": weights.mean(0),
@@ -159,8 +159,8 @@ def _curve(setup: Setup, params: Any, key: Array) -> Array:
 def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
     """Scores, by pattern, of heads that cannot have a role: ``NULL_HEADS`` (or what roles need) of untrained models.
 
-    For patterns of tokens, also about as many scores of the trained heads (``params``, leaves ``[R,...]``) against the
-    tokens of other sequences.
+    Patterns of tokens also get about as many scores of the trained heads (``params``, leaves ``[R,...]``), measured
+    with the tokens of other sequences.
     """
     params, setup = devices.on_one(setup.mesh, params), setup.looking
     names = [name for name in setup.task.roles if name not in setup.task.places]

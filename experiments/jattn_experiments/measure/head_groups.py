@@ -1,4 +1,4 @@
-"""Groups of heads that are switched off together: the strongest ones, and random ones like them."""
+"""Groups of heads to switch off together: the strongest heads, and random groups that match them."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def matched_groups(
 ) -> list[Heads]:
     """``count`` random groups like ``group``: for each of its heads, one of the four with the nearest output norm.
 
-    They are of the same layer, of the next ones if it has too few, and in neither ``group`` nor ``besides``.
+    They are in the same layer, or in the next ones if it has too few, and in neither ``group`` nor ``besides``.
     ``norms [L,N]``.
     """
     groups = []
@@ -25,7 +25,8 @@ def matched_groups(
         for layer, head in group:
             free = [at for at in np.ndindex(*norms.shape) if at not in taken]
             if not free:
-                raise ValueError(f"language.group: there are no heads to compare {len(group)} of {norms.size} with")
+                fewer = "a smaller group, so that enough other heads remain for random groups"
+                raise ValueError(f"language.group: expected {fewer}, got {len(group)} of {norms.size} heads")
             free.sort(key=lambda at: (abs(at[0] - layer), abs(np.log(norms[at] / norms[layer, head]))))
             near = [at for at in free[:4] if at[0] == free[0][0]]
             taken.add(near[rng.integers(len(near))])

@@ -1,4 +1,4 @@
-"""What induction heads read: their score if keys or queries take one head's output from another run."""
+"""What induction heads read: their scores if keys or queries take one head's output from another run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -34,8 +34,8 @@ def scores(
 ) -> dict[str, np.ndarray]:
     """The mean induction score of the readers, with each path that ends in their keys, or in their queries, patched.
 
-    The head at the start of a path has its output from another sequence of the batch; heads and MLPs between keep
-    theirs. Paths into a reader from its own layer or a later one do not exist, and change nothing.
+    The head at the start of a path gets its output from another sequence of the batch. Heads and MLPs in between keep
+    theirs. A path into a reader from its own or a later layer does not exist and changes nothing.
 
     Args:
         run: runs a layer's attention.

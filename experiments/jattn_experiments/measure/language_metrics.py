@@ -1,4 +1,4 @@
-"""What is told of a language model and its toy model: metrics, what they are compared with, rows, and verdicts."""
+"""Results on a language model and its toy model: metrics and what they are compared with, rows, and verdicts."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ OF_TOY = ("mean_accuracy", *(claims.BEST + name for name in PATTERNS), *_OF_PATH
 
 
 class Measure(NamedTuple):
-    """A metric: its values, one per seed, what they are compared with, and what that is."""
+    """A metric: its values (one per seed), the values that they are compared with, and a name for those."""
 
     values: list[float]
     reference: list[float] = []
@@ -31,11 +31,11 @@ class Measure(NamedTuple):
 
 
 def share_as_large(value: float, others: np.ndarray) -> float:
-    """The p-value of ``value`` among random groups: the share of all that are at least as large, itself included.
+    """The p-value of ``value`` among random groups: the share that is at least as large, ``value`` itself included.
 
-    NaN if one of the numbers is.
+    NaN if any of the numbers is NaN.
     """
-    if np.isnan([value, *others]).any():  # which is at least as large as nothing
+    if np.isnan([value, *others]).any():  # NaN compares false with everything
         return np.nan
     return float((1 + (others >= value).sum()) / (1 + len(others)))
 
@@ -43,7 +43,7 @@ def share_as_large(value: float, others: np.ndarray) -> float:
 def metrics_of(
     measured: dict[str, Any], looked: dict[str, Any], twin: dict[str, Any], ranked: dict[str, Heads]
 ) -> dict[str, Measure]:
-    """``METRICS``, from what was ``measured`` with groups off, and what each head of the model and its twin scores."""
+    """``METRICS``, from what was ``measured`` with groups off and the scores of each head of the model and its twin."""
     metrics = {f"loss/{place}": Measure([float(measured["loss"][at])]) for at, place in enumerate(PLACES)}
     metrics["mean_accuracy"] = Measure([float(measured["accuracy"].mean())])
     for name in PATTERNS:
@@ -68,14 +68,14 @@ def metrics_of(
 
 
 def score_of_strongest(scores: np.ndarray, previous_token: np.ndarray) -> float:
-    """How much the head whose path into the keys matters most, ``scores [L,N]``, attends to the token before."""
+    """The weight on the previous token of the head whose path into the keys matters most (``scores [L,N]``)."""
     if np.isnan(scores).any():
         return np.nan
     return float(previous_token.ravel()[scores.argmin()])
 
 
 def controls(config: Config, metrics: dict[str, Measure]) -> list[dict[str, Any]]:
-    """A row for the model, one for what it is compared with, and one for the toy model, of each metric of a claim."""
+    """For each metric of a claim: a row for the model, one for what it is compared with, one for the toy model."""
     rows = []
     for metric in dict.fromkeys(claim.metric.removeprefix(TOY) for claim in config.claims):
         measure, toy = metrics[metric], metrics.get(TOY + metric)

@@ -1,8 +1,8 @@
-"""A pretrained language model in the same report: which heads copy, what they are needed for, and what they read.
+"""A pretrained language model: which heads copy, what they are needed for, and what they read.
 
-Heads are chosen by their scores on random tokens that repeat, and tested on others and on text. The controls are random
-groups of other heads of the same layers with outputs as large, a twin with random parameters, and a toy model that is
-trained here and measured in the same way.
+Heads are chosen by their scores on random tokens that repeat, and tested on other random tokens and on text. The
+controls are random groups of other heads in the same layers with outputs of similar norm, a twin with random
+parameters, and a toy model that is trained here and measured in the same way.
 """
 
 import time
@@ -30,7 +30,7 @@ from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Damaged
 from jattn_experiments.runs.terminal import Terminal
 
-SINGLE = 1  # sequences of random tokens, and of text, on which single heads are switched off
+SINGLE = 1  # sequences, of random tokens and of text, on which single heads are switched off
 PATHS = 4  # sequences whose paths are patched
 
 
@@ -40,7 +40,7 @@ def check(config: Config) -> None:
     saved_model.refuse(config, sections, "does not apply to a language model")
     if config.task.kind != "induction":
         kind = config.task.kind
-        raise ValueError(f"task.kind: the toy model beside a language model learns 'induction', got {kind!r}")
+        raise ValueError(f"task.kind: expected 'induction', the task of a language model's toy model, got {kind!r}")
     for claim in config.claims:
         saved_model.check_claim(claim, [*METRICS, *(TOY + name for name in OF_TOY)], not claim.metric.startswith(TOY))
     check_file(config, "language")
@@ -59,7 +59,7 @@ def run(config: Config, out: Path) -> Findings:
     """Looks at every head, switches groups and single heads off, patches paths, and does the same to the toy model."""
     started, options = time.monotonic(), config.language
     source = model_file(options.model)
-    sizes = interop.load(source, progress=False).config  # of a model that is let go: the twins take as much memory
+    sizes = interop.load(source, progress=False).config  # free the model: the twins take as much memory
     refuse_other_paths(options.model, sizes)
     toy = toy_baseline.measure(config, out / "toy")
     data = sequences.draw(options, interop.tokenizer(source), sizes.vocabulary)
@@ -98,7 +98,7 @@ def run(config: Config, out: Path) -> Findings:
 
 
 def of_heads(twin: dict[str, Any], looked: dict[str, Any], data: Sequences) -> dict[str, Any]:
-    """The findings that ``look_at`` has of every head, of the twin and of the model."""
+    """The findings of ``look_at`` on every head of the twin and of the model."""
     return {
         "tokens": data.words,
         "scores": pair(twin, looked, (*PATTERNS, "max_weight", "entropy")),
@@ -111,21 +111,21 @@ def of_heads(twin: dict[str, Any], looked: dict[str, Any], data: Sequences) -> d
 
 
 def refuse_other_paths(name: str, config: interop.Config) -> None:
-    """Raises ``Damaged`` for a model whose heads do not write to the stream as it is, or do not see all before."""
+    """Raises ``Damaged`` if heads do not write directly to the stream, or do not see all earlier tokens."""
     reasons = {
-        "norms of what heads write": config.norm_outputs or not config.norm_first,
+        "norms of attention outputs": config.norm_outputs or not config.norm_first,
         "layers with a window": config.window is not None,
         "a scale of its scores": config.scale is not None,
     }
     if found := [reason for reason, applies in reasons.items() if applies]:
         raise Damaged(
-            f"language.model: {name} has {', '.join(found)}, and paths between heads are not measured there; the "
-            "claims of configs/long_heads.yaml can be (long.lengths)"
+            f"language.model: {name} has {', '.join(found)}, for which paths between heads cannot be measured; "
+            "set long.lengths to examine it on long texts, as configs/long_heads.yaml does"
         )
 
 
 def look_at(model: Model, data: Sequences) -> dict[str, Any]:
-    """What the report shows of every head, and the scores and output norms that groups are made by."""
+    """The values that the report shows for every head, and the scores and output norms that form the groups."""
     tested, chosen, short = jnp.asarray(data.tested), jnp.asarray(data.chosen), jnp.asarray(data.short)
 
     @jax.jit
@@ -152,7 +152,7 @@ Judge = Callable[[np.ndarray], np.ndarray]  # of gates [L,N]: [2,3], the loss in
 
 
 def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Judge:
-    """Judges the model on these sequences with some of its heads off."""
+    """The model's results on these sequences with some of its heads off."""
     tokens, places = jnp.asarray(data.judged[rows]), jnp.asarray(data.places()[:, rows])
 
     @jax.jit
@@ -174,7 +174,7 @@ def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Judge:
 def answers(logits: Array, tokens: Array) -> tuple[Array, Array]:
     """``[T]`` each, of ``logits [T,V]``: the loss of the right ``tokens [T]``, and whether no other is likelier."""
     right = jnp.take_along_axis(logits, tokens[:, None], 1)
-    # Compared with each, because JAX's maximum on a CPU drops NaN from 4096 numbers on.
+    # Each number is compared, because JAX's maximum on a CPU drops NaN among 4096 or more numbers.
     return jax.nn.logsumexp(logits, -1) - right[:, 0], (right >= logits).all(-1)
 
 
@@ -229,7 +229,7 @@ def _paths(model: Model, tokens: np.ndarray, readers: Heads, groups: Sequence[He
 
 
 def roles_of(looked: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
-    """The role of every head ``[1,L,N]``, tested against the twins and, for tokens, other sequences' tokens."""
+    """The role of every head ``[1,L,N]``, tested against the twins and, for token patterns, other sequences' tokens."""
     usual = looked["chosen"] | {name: looked["shuffled"][name] for name in heads.OF_TOKENS}
     baseline = {name: usual[name] for name in PATTERNS}
     return saved_model.roles(looked, twins, PATTERNS, [looked["shuffled"]], baseline)

@@ -1,8 +1,8 @@
-"""What a language model's heads do in long texts: which copy a needle, what they are needed for, and where others look.
+"""A language model's heads in long texts: which copy a needle, what they are needed for, and where others look.
 
-Heads are chosen on some texts and judged on others. The controls are random groups of other heads of the same layers,
-or of the next ones, with outputs as large, places of the text that are not the needle's, and a twin with random
-parameters. What has been measured is kept in ``out/parts``, so a stopped run goes on from there.
+Heads are chosen on some texts and judged on others. The controls are random groups of other heads with outputs of
+similar norm, in the same layers or the next ones; places of the text outside the needle; and a twin with random
+parameters. Finished measurements are kept in ``out/parts``, so that a stopped run can resume.
 """
 
 import functools
@@ -40,7 +40,7 @@ from jattn_experiments.runs.terminal import Terminal
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to long texts, or if the model is missing."""
     sections = ("pretrained", "task", "model", "train", "evaluate", "controls", "sweep", "mesh")
-    saved_model.refuse(config, sections, "nothing is trained on long texts")
+    saved_model.refuse(config, sections, "does not apply to long texts, where nothing is trained")
     follow(config, _rules(config))
     long_metrics.check(config)
     long_texts.draw(config, interop.tokenizer(check_file(config, "long")))
@@ -52,23 +52,23 @@ def _rules(config: Config) -> Iterator[Rule]:
     for name, largest in most.items():
         yield f"long.{name}", getattr(options, name) <= largest, f"at most {largest}"
     enough = min(lengths) >= 64 and options.ablated in lengths
-    yield "long.lengths", enough, f"numbers from 64 on, one of them long.ablated={options.ablated}"
-    yield "long.lengths", len(set(lengths)) == len(lengths), "each number once"
+    yield "long.lengths", enough, f"numbers of at least 64, including long.ablated={options.ablated}"
+    yield "long.lengths", len(set(lengths)) == len(lengths), "distinct numbers"
     once = min([*options.sizes, 1]) >= 1 and len(set(options.sizes)) == len(options.sizes)
     distinct = len(set(options.windows)) == len(options.windows)
-    yield "long.windows", min([*options.windows, 1]) >= 1 and distinct, "numbers from 1 on, each once"
-    yield "long.sizes", once, "numbers from 1 on, each once"
-    twice = f"at least twice long.window={options.window}, so that most tokens are beyond it"
+    yield "long.windows", min([*options.windows, 1]) >= 1 and distinct, "distinct numbers of at least 1"
+    yield "long.sizes", once, "distinct numbers of at least 1"
+    twice = f"at least twice long.window={options.window}, so that most tokens leave the window"
     yield "long.streamed", options.streamed >= 2 * options.window, twice
-    yield "long.pictured", options.pictured >= SPANS, f"at least {SPANS}, the blocks of a picture"
+    yield "long.pictured", options.pictured >= SPANS, f"at least {SPANS}, the number of blocks in a picture"
     if max(options.streamed, options.pictured) > longest:
         raise ValueError(
-            f"long.streamed, long.pictured: expected at most {longest} tokens, the longest of long.lengths, got "
+            f"long.streamed, long.pictured: expected at most {longest} tokens, the largest of long.lengths, got "
             f"{options.streamed} and {options.pictured}"
         )
     farthest = longest - ROWS - 1
     near = options.distances and all(1 < distance <= farthest for distance in options.distances)
-    yield "long.distances", bool(near), f"2 to {farthest}, what the longest of long.lengths has room for"
+    yield "long.distances", bool(near), f"2 to {farthest}, the distances that fit into the largest of long.lengths"
 
 
 def run(config: Config, out: Path) -> Findings:
@@ -78,7 +78,10 @@ def run(config: Config, out: Path) -> Findings:
     tokenizer, model = interop.tokenizer(source), Model.of(interop.load(source))
     sizes = model.config
     if config.long.windows and (sizes.window is None or all(sizes.is_local)):
-        raise Damaged(f"long.windows: {config.language.model} has no layers with a window beside others; leave it out")
+        raise Damaged(
+            f"long.windows: expected a model in which some layers have a window, got {config.language.model}; "
+            "remove this option"
+        )
     texts, data = long_texts.draw(config, tokenizer), sequences.draw(config.language, tokenizer, sizes.vocabulary)
     ordinary = sequences.ordinary_tokens(tokenizer, sizes.vocabulary)
     with Progress(console=Terminal()) as progress:
@@ -95,7 +98,7 @@ def run(config: Config, out: Path) -> Findings:
 
 
 def _count(config: Config, twins: int, num_heads: int) -> int:
-    """The parts that are measured; of each model, one is the texts."""
+    """The parts to measure; one part of each model is the texts."""
     options, groups, few = config.long, 1 + config.language.matched, min(2, config.long.texts)
     sizes = sum(size <= num_heads // 2 for size in options.sizes)
     needles = options.chosen + (len(options.lengths) + 1) * options.texts + few * (groups + 2 * sizes)
@@ -118,7 +121,7 @@ def _measured(study: Study, data: sequences.Sequences, ordinary: np.ndarray) -> 
     def on(off: Heads) -> np.ndarray:
         return 1.0 - among(off, study.model.shape)
 
-    # Long ones first: a run that does not fit into memory says so early.
+    # Long ones first, so that a run that does not fit into memory fails early.
     measured["needles"] = {
         length: parts(f"needles {length}", judged, needles, length) for length in sorted(options.lengths, reverse=True)
     }
@@ -148,14 +151,14 @@ def _measured(study: Study, data: sequences.Sequences, ordinary: np.ndarray) -> 
 
 
 def _twin(study: Study, data: sequences.Sequences, pictures: bool) -> dict[str, Any]:
-    """What a model with random parameters does on the first judged text."""
+    """The scores of a model with random parameters on the first judged text."""
     part = study.part("needles", needles, study, study.options.chosen, study.options.ablated)
     measured = {"scores": part["score"].mean(0), "patterns": study.part("patterns", patterns, study, data)}
     return measured | (_pictures(study) if pictures else {})
 
 
 def _pictures(study: Study) -> dict[str, Any]:
-    """The weights that the report shows, of the model and of its first twin."""
+    """The weights that the report shows, for the model and its first twin."""
     return {
         "pictures": study.parts("pictures", range(len(study.texts.judged[:2])), pictured),
         "zoom": study.part("zoom", zoom, study, study.options.chosen),
@@ -203,6 +206,6 @@ def _findings(config: Config, tokenizer: Any, measured: dict[str, Any], seconds:
 
 
 def _roles(measured: dict[str, Any]) -> heads.Roles:
-    """The role of every head ``[1,L,N]``, tested against the twins'; weak if it is not among its model's strongest."""
+    """The role of every head ``[1,L,N]``, tested against the twins; weak if not among the strongest of its model."""
     model, *twins = ({"retrieval": one["scores"], **one["patterns"]} for one in (measured, *measured["twins"]))
     return saved_model.roles(model, twins, PATTERNS, baseline={name: model[name] for name in PATTERNS})

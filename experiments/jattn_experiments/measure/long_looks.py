@@ -14,7 +14,7 @@ from jattn_experiments.measure import long_metrics, saved_model, sequences
 from jattn_experiments.measure.long_needles import Part, Study
 from jattn_experiments.measure.long_reader import ROWS
 
-SPANS = 60  # of a text whose weights are pictured: as many as the page has room for
+SPANS = 60  # blocks of a pictured text: as many as fit on the page
 COMPARED = 2048  # tokens on which the model and its twin are compared
 
 
@@ -30,7 +30,7 @@ def sinks(study: Study, number: int) -> Part:
 
 
 def distances(study: Study, number: int, ordinary: np.ndarray) -> Part:
-    """``score [distances,L,N]``: weight on what followed the same token, in random tokens repeated from so far back."""
+    """``score [distances,L,N]``: weight on what followed the same token, if random tokens repeat at a distance."""
     longest = max(study.options.lengths)
     reader, rng = study.reader(longest), np.random.default_rng([study.config.language.seed, number])
     tokens = np.concatenate([[study.texts.first], rng.choice(ordinary, longest - ROWS - 1)])
@@ -79,9 +79,9 @@ def pictured(study: Study, number: int) -> Part:
 
 
 def zoom(study: Study, number: int) -> Part:
-    """Weights ``[L,N,SPANS,SPANS]`` among the ``places [SPANS]`` of the longest text that a needle is about.
+    """Weights ``[L,N,SPANS,SPANS]`` among the ``places [SPANS]`` of the longest text that concern a needle.
 
-    The first two tokens, the needle and what is around it, and the question with its answer.
+    These are the first two tokens, the needle with its surroundings, and the question with its answer.
     """
     longest = max(study.options.lengths)
     prompt = study.prompts(number, longest)[study.options.depths // 2]

@@ -1,4 +1,4 @@
-"""The loss of ordinary text, with heads switched off, and with tokens out of sight."""
+"""The loss of ordinary text, with heads switched off and with tokens hidden."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from jattn_experiments.measure import sequences
 from jattn_experiments.measure.long_needles import Part, Study
 
 PLACE = 512  # tokens whose logits are computed at once, fewer for a large vocabulary
-LOGITS = 2**25  # of them at most
+LOGITS = 2**25  # at most this many of them
 LOSS = 512  # tokens of a text whose loss is measured
 
 
 class Judge:
-    """What else a model does with heads off: the loss of ordinary text in nats, and short answers without a text.
+    """Other results with heads off: the loss of ordinary text in nats, and short answers without a text.
 
-    The loss is that of tokens that continue an earlier bigram, which can be copied, and of all others.
+    The loss is measured at tokens that continue an earlier bigram, which can be copied, and at all others.
     """
 
     def __init__(self, study: Study):
@@ -33,7 +33,7 @@ class Judge:
         self._of = jax.jit(self._of_state)
 
     def __call__(self, gates: np.ndarray) -> Part:
-        """``loss [3]``: at tokens that continue a bigram, at others, and at all; ``facts [F]``: which are right."""
+        """``loss [3]``: at tokens that continue a bigram, at others, at all; ``facts [F]``: which answers are right."""
         return jax.tree.map(np.asarray, self._of(self.model.state, jnp.asarray(gates, jnp.float32)))
 
     def _of_state(self, state: nnx.State, gates: Array) -> dict[str, Array]:
@@ -51,7 +51,7 @@ class Judge:
 
 
 def losses(model: interop.Transformer, hidden: Array, tokens: Array) -> Array:
-    """``[T-1]``: the loss at each next token, for hidden states ``[T,M]``; all logits at once would not fit."""
+    """``[T-1]``: the loss at each next token, for hidden states ``[T,M]``, in parts because all logits do not fit."""
     at_once = max(min(PLACE, LOGITS // model.config.vocabulary), 1)
     padding = -(len(tokens) - 1) % at_once
     states = jnp.pad(hidden[:-1], ((0, padding), (0, 0))).reshape(-1, at_once, hidden.shape[-1])
@@ -66,10 +66,10 @@ def losses(model: interop.Transformer, hidden: Array, tokens: Array) -> Array:
 
 
 def streams(study: Study, number: int) -> Part:
-    """``loss [4,T-1]``: that of each next token, in each of ``long_metrics.STREAMS``.
+    """``loss [4,T-1]``: the loss of each next token, for each of ``long_metrics.STREAMS``.
 
-    The window is a rolling cache. With four first tokens, or without the first, it is a mask: positions stay what they
-    are.
+    The window is a rolling cache. The variants with four first tokens and without the first are masks, so positions
+    do not change.
     """
     model, window = study.model, study.options.window
     tokens = study.beginning(study.text(number), study.options.streamed)

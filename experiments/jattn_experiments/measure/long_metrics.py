@@ -1,4 +1,4 @@
-"""What is told of a language model on long texts: metrics, what they are compared with, curves and maps."""
+"""Results on a language model in long texts: metrics and what they are compared with, curves and maps."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +14,11 @@ from jattn_experiments.measure.long_texts import JUDGED, depths_of
 from jattn_experiments.measure.saved_model import check_claim
 
 PATTERNS = ("retrieval", "induction", "previous_token", "first_token")
-COPIES = 0.5  # retrieval score from which a head counts as one that copies
+COPIES = 0.5  # least retrieval score of a head that counts as copying
 LENGTH = 2048  # tokens of a text whose loss is measured with other windows, at most
-SINK = 0.5  # mean weight on the first token from which a head counts as one that rests there
+SINK = 0.5  # least mean weight on the first token of a head that counts as resting there
 TOP = 10  # heads with the largest induction scores
-RESAMPLED = 200  # times that heads are drawn again, for an interval
+RESAMPLED = 200  # times that heads are resampled for an interval
 STABLE = ("lengths", "depths", "texts", "needles")
 STREAMS = ("all tokens", "window", "window and 4 first tokens", "all but the first token")  # what queries see
 LOSSES = ("repeated bigrams", "other tokens", "loss")
@@ -32,7 +32,7 @@ _FIXED = (
 
 
 def names(config: Config) -> list[str]:
-    """The metrics that claims can name: some have a length, or a distance, of the config."""
+    """The metrics that claims can name. Some contain a length or a distance from the config."""
     options = config.long
     each = [f"{what}/{length}" for what in ("found", "score", "heads") for length in options.lengths]
     sinks = [f"{what}/{length}" for what in ("first", "entropy", "share") for length in sink_lengths(options.lengths)]
@@ -44,7 +44,7 @@ KINDS = ("global", "local")  # layers without a window, and with one
 
 
 def _names_of_kinds(config: Config) -> list[str]:
-    """The metrics that tell layers with a window from those without."""
+    """The metrics that compare layers with a window and layers without."""
     options = config.long
     fixed = [
         "share_of_global",
@@ -66,13 +66,13 @@ def check(config: Config) -> None:
     known, matched = names(config), config.language.matched
     for claim in config.claims:
         if claim.metric in known and claim.metric.startswith("p/") and 1 / (1 + matched) > 0.05:
-            enough = f"language.matched of at least 19, got {matched}"
+            enough = f"language.matched to be at least 19, got {matched}"
             raise ValueError(f"claims.{claim.name}.metric: a p-value needs {enough}")
         check_claim(claim, known)
 
 
 def metrics_of(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
-    """All of ``names``, from what was measured."""
+    """The values of all ``names``, computed from the measurements."""
     options, group = config.long, tuple(np.transpose(measured["group"]))
     scores, rng = measured["scores"], np.random.default_rng(config.language.seed)
     metrics = {
@@ -96,12 +96,12 @@ def metrics_of(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
 
 
 def _metrics_of_kinds(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
-    """What heads of layers with a window do, and those of layers without, and what other windows change."""
+    """What heads do in layers with a window and in layers without, and what other windows change."""
     options, local = config.long, measured["local"]
     of = {"global": ~local, "local": local}
     each = _joined(measured["needles"][options.ablated])
     scores = each["score"]
-    # Needles that are beyond the window, but for the length of the needle and of its question.
+    # Needles outside the window, apart from the length of the needle and of its question.
     far = np.tile((1 - depths_of(options.depths)) * options.ablated > measured["window"], options.texts)
     copies, alone = (measured["scores"] >= COPIES).sum(1), _mean(measured["alone"], "found").mean(-1)
     metrics = {
@@ -128,7 +128,7 @@ def _metrics_of_kinds(config: Config, measured: dict[str, Any]) -> dict[str, Mea
 
 
 def _metrics_of_groups(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
-    """What the model does without the heads that copy needles, and without random groups like them."""
+    """The model's results without the heads that copy needles, and without matched random groups."""
     beside, groups = measured["beside"], [f"off {at}" for at in range(len(measured["groups"]))]
     off = [float(_joined(measured["off"][name])["found"].mean()) for name in groups]
     whole = float(np.mean([part["found"].mean() for part in measured["needles"][config.long.ablated][:2]]))
@@ -151,7 +151,7 @@ def _metrics_of_groups(config: Config, measured: dict[str, Any]) -> dict[str, Me
 
 
 def _metrics_of_looks(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
-    """Where heads rest, what tokens out of sight cost, and from how far away induction heads copy."""
+    """Where heads rest, what hidden tokens cost, and from how far away induction heads copy."""
     options, first, entropy = config.long, *(_mean(measured["sinks"], name) for name in ("first", "entropy"))
     metrics = {"sinks": Measure([float((first[-1] >= SINK).mean())])}
     metrics["sinks/stable"] = Measure([_correlation(first[0], first[-1])])
@@ -169,7 +169,7 @@ def _metrics_of_looks(config: Config, measured: dict[str, Any]) -> dict[str, Mea
 
 
 def _mean(parts: Sequence[Mapping[str, np.ndarray]], name: str) -> np.ndarray:
-    """Over several texts."""
+    """The mean over several texts."""
     return np.mean([part[name] for part in parts], 0)
 
 
@@ -184,7 +184,7 @@ def _top_induction(measured: dict[str, Any]) -> tuple[np.ndarray, ...]:
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Of the ranks of all heads; 0 where one side does not vary."""
+    """The correlation of the ranks of all heads; 0 if one side does not vary."""
     if not (np.ptp(one) and np.ptp(other)):
         return 0.0
     return float(spearmanr(one.ravel(), other.ravel()).statistic)
@@ -193,10 +193,10 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> float:
 def _stability(
     lengths: Sequence[int], measured: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, tuple[float, float, float]]:
-    """The mean rank correlation between pairs of lengths, depths, texts, and halves of the needles, and its interval.
+    """The mean rank correlation between pairs of lengths, depths, texts, and halves of the needles, with its interval.
 
-    Of heads' mean retrieval scores on needles that were found; a length at which none was is left out. The interval is
-    that of heads drawn again, at random.
+    It compares heads' mean retrieval scores on needles that were found. A length at which none was found is left out.
+    The interval comes from resampling the heads.
     """
     scores, hits = (
         np.stack([np.stack([part[name] for part in measured["needles"][length]]) for length in lengths])
@@ -227,7 +227,7 @@ Curves = dict[str, dict[str, list[list[float]]]]  # "Y over X" -> line -> [[x, y
 
 
 def curves(config: Config, measured: dict[str, Any]) -> Curves:
-    """What the report draws."""
+    """The curves that the report draws."""
     options, loss = config.long, _mean(measured["streams"], "loss")
     step = max(options.window // 2, 1)
     ends = range(step, loss.shape[1] + 1, step)

@@ -1,4 +1,4 @@
-"""Needles in long texts: whether a model finds them, also with heads switched off, or blind to a place."""
+"""Needles in long texts: whether a model finds them, with all heads, with heads off, or with a place hidden."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from jattn_experiments.measure.saved_model import Model
 
 
 class Study(KeptParts):
-    """A model, the texts of a config, and the parts that were measured."""
+    """A model, the texts of a config, and the finished parts."""
 
     def __init__(self, config: Config, model: Model, texts: Texts, folder: Path, tell: Callable[..., None]):
         super().__init__(folder, tell)
@@ -28,7 +28,7 @@ class Study(KeptParts):
         self.check_texts([*texts.chosen, *texts.judged, *needles])
 
     def use(self, model: Model) -> None:
-        """Measures this model from here on."""
+        """Switches to this model for all further measurements."""
         self.model, self._reader = model, Reader(model, self.options.ablated)
 
     def parts(self, name: str, numbers: Sequence[int], measure: Callable[..., Part], *arguments: Any) -> list[Part]:
@@ -36,26 +36,26 @@ class Study(KeptParts):
         return [self.part(f"{name} {number}", measure, self, number, *arguments) for number in numbers]
 
     def reader(self, length: int) -> Reader:
-        """Of prompts of this length; only the last one's compiled functions are kept."""
+        """The reader for prompts of this length. Only the last length's compiled functions are kept."""
         if self._reader.length != length:
             self._reader = Reader(self.model, length)
         return self._reader
 
     def text(self, number: int) -> np.ndarray:
-        """The tokens of a text; judged ones count on from the chosen ones."""
+        """The tokens of a text. The judged texts are numbered after the chosen ones."""
         return [*self.texts.chosen, *self.texts.judged][number]
 
     def beginning(self, text: np.ndarray, length: int) -> np.ndarray:
-        """The first token of every sequence, then so much of a text that there are ``length`` tokens."""
+        """The first token of every sequence, then the start of a text, ``length`` tokens in all."""
         return np.concatenate([[self.texts.first], text[: length - 1]]).astype(np.int32)
 
     def prompts(self, number: int, length: int) -> list[Prompt]:
-        """Those of a text, one for each depth."""
+        """The prompts of a text, one for each depth."""
         text, each = self.text(number), zip(self.texts.needles[number], self.depths, strict=True)
         return [long_texts.prompt(text, needle, depth, length, self.texts.first) for needle, depth in each]
 
     def read(self, number: int, length: int, gates: np.ndarray | None = None) -> Iterator[tuple[Prompt, KVCache]]:
-        """Each prompt of a text, and the cache with all of it but the question. What prompts share is read once."""
+        """Each prompt of a text, and the cache with everything before the question. Shared beginnings are read once."""
         reader, at = self.reader(length), 0
         shared = reader.empty()
         for prompt in self.prompts(number, length):
@@ -77,10 +77,10 @@ def needles(study: Study, number: int, length: int, gates: np.ndarray | None = N
 
 
 def hidden(study: Study, number: int, groups: list[Heads]) -> Part:
-    """Needles found if heads do not see some places while they read the question and answer.
+    """The needles found when heads cannot see some places while they read the question and answer.
 
-    ``group [G,D]``: the needle is hidden from each of the groups; ``elsewhere [D]``: as many tokens right before the
-    needle, or after it, from the first group.
+    ``group [G,D]``: the needle is hidden from each of the groups. ``elsewhere [D]``: as many tokens right before or
+    after the needle are hidden from the first group.
     """
     length, of_groups, elsewhere = study.options.ablated, [], []
     for prompt, cache in study.read(number, length):
@@ -99,7 +99,7 @@ def hidden(study: Study, number: int, groups: list[Heads]) -> Part:
 def each_off(study: Study, number: int) -> Part:
     """``whole [1]`` and ``each [L,N,1]``: the share of the answers' tokens that are right with one head off.
 
-    On one needle in a text of the shortest length. The head is off while the question is read and answered.
+    It uses one needle in a text of the shortest length. The head is off while the question is read and answered.
     """
     length, shape = min(study.options.lengths), study.model.shape
     prompt, cache = list(study.read(number, length))[study.options.depths // 2]

@@ -1,6 +1,6 @@
-"""A language model that reads a long text into its cache, a chunk at a time, and answers from there.
+"""A language model that reads a long text into its cache, a chunk at a time, and then answers from the cache.
 
-Every function is compiled once for a capacity: chunks have one length, and what is missing is padding.
+Every function is compiled once for a capacity: all chunks have the same length, with padding where tokens are missing.
 """
 
 import functools
@@ -22,7 +22,7 @@ ROWS = 32  # tokens whose weights are kept: a question and its answer
 
 
 class Answer(NamedTuple):
-    """What a model writes after a question, and what its heads look at meanwhile."""
+    """What a model writes after a question, and what its heads look at while it writes."""
 
     written: np.ndarray  # [G]: the likeliest token after the question, and after each token of the answer but the last
     right: np.ndarray  # bool [G]: whether it is that of the answer
@@ -32,8 +32,8 @@ class Answer(NamedTuple):
 class Reader:
     """Compiled functions of a model with a cache of ``capacity`` tokens.
 
-    ``gates`` are ``[L,N]``, 0 for heads that are off; ``blind``, bool ``[L,N]``, are the heads that do not see the
-    tokens of ``hidden``, bool ``[T]``.
+    ``gates [L,N]`` are 0 for heads that are off. ``blind``, bool ``[L,N]``, marks the heads that cannot see the tokens
+    in ``hidden``, bool ``[T]``.
     """
 
     def __init__(self, model: Model, length: int):
@@ -47,7 +47,7 @@ class Reader:
         return self.model.whole(self.model.state).init_cache(1, self.capacity)
 
     def read(self, cache: KVCache, tokens: Sequence[int] | np.ndarray, gates: np.ndarray | None = None) -> KVCache:
-        """The cache with ``tokens`` appended; ``cache`` stays as it is."""
+        """A new cache with ``tokens`` appended; ``cache`` itself does not change."""
         gates, cache = self._gates(gates), self._copy(cache)
         for at in range(0, len(tokens), CHUNK):
             chunk, valid = _padded(tokens[at : at + CHUNK], CHUNK)
@@ -62,7 +62,7 @@ class Reader:
         blind: np.ndarray | None = None,
         hidden: np.ndarray | None = None,
     ) -> Answer:
-        """From the cache of a prompt up to its question, what the model writes in place of the answer."""
+        """What the model writes in place of the answer, given the cache of the prompt up to its question."""
         tokens, answer = prompt.tokens, prompt.answer
         rows = tokens[prompt.question : -1]
         written = np.full(ROWS, -1)
@@ -84,7 +84,7 @@ class Reader:
         return np.asarray(self._rows(self.model.state, cache, chunk, valid)[:, :, : len(tokens)])
 
     def rows_at(self, tokens: np.ndarray, spans: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """``rows`` of each of the spans ``(start, stop)`` of a text, in their order."""
+        """The ``rows`` of each span ``(start, stop)`` of a text, in order."""
         cache, at = self.empty(), 0
         for start, stop in spans:
             cache, at = self.read(cache, tokens[at:start]), start
@@ -121,7 +121,7 @@ class Reader:
 
 
 def _padded(tokens: Sequence[int] | np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """``[1,length]`` each: the tokens, then zeros, and which are tokens."""
+    """The tokens padded with zeros, and which entries are tokens; ``[1,length]`` each."""
     padded = np.zeros((1, length), np.int32)
     padded[0, : len(tokens)] = tokens
     return padded, np.arange(length)[None] < len(tokens)

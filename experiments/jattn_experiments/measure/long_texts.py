@@ -1,4 +1,4 @@
-"""Long texts with a needle: a sentence hidden in text that has nothing to do with it, and the question at the end."""
+"""Long texts with a needle: a sentence hidden in unrelated text, and a question about it at the end."""
 
 import importlib.metadata
 import os
@@ -11,11 +11,11 @@ import numpy as np
 
 from jattn_experiments.config import Config
 
-# Text that is there wherever Python and these packages are. Other versions of them have slightly other text.
+# Text that every installation of Python and these packages has. Other versions have slightly different text.
 KINDS = ("documentation", "source", "licences")
-CHOSEN = ("documentation", "source", "documentation")  # of the texts on which heads are chosen
-JUDGED = ("documentation", "source", "licences", "source")  # and of those on which claims are judged
-_LONG = 40  # letters of a line that is left out when it comes again: the documentation repeats whole sections
+CHOSEN = ("documentation", "source", "documentation")  # sources of the texts on which heads are chosen
+JUDGED = ("documentation", "source", "licences", "source")  # sources of the texts on which claims are judged
+_LONG = 40  # least characters of a repeated line to drop: the documentation repeats whole sections
 _LICENSED = ("jaxlib", "matplotlib", "pillow", "scipy")  # packages with long licences
 
 WORDS = (
@@ -27,8 +27,8 @@ PLACES = (
     "hotel theater stadium palace chapel factory airport cellar"
 ).split()
 
-#: The start of a sentence, and the word that follows: what a model of this size knows without a text. The same for all
-#: seeds.
+#: The start of a sentence and the word that follows, which a model of this size knows without any text. All seeds use
+#: the same ones.
 FACTS = {
     "The capital of France is": "Paris", "The capital of Japan is": "Tokyo", "The capital of Italy is": "Rome",
     "The capital of Germany is": "Berlin", "The capital of Spain is": "Madrid", "The capital of Russia is": "Moscow",
@@ -42,7 +42,7 @@ FACTS = {
 
 
 class Needle(NamedTuple):
-    """What is hidden and asked for, as tokens."""
+    """The hidden sentence, the question and the answer, as tokens."""
 
     sentence: list[int]
     question: list[int]
@@ -50,7 +50,7 @@ class Needle(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A text of ``T`` tokens with its needle, which begins at ``start``; question and answer end it."""
+    """A text of ``T`` tokens with its needle, which begins at ``start``. The question and answer come last."""
 
     tokens: np.ndarray  # [T]
     start: int
@@ -65,13 +65,13 @@ class Texts(NamedTuple):
 
     chosen: list[np.ndarray]
     judged: list[np.ndarray]
-    needles: list[list[Needle]]  # of the texts that are chosen on, then of the judged ones
+    needles: list[list[Needle]]  # the texts for choosing heads, then the judged ones
     facts: list[tuple[list[int], int]]  # tokens, and the one that follows
     first: int
 
 
 def draw(config: Config, tokenizer: Any) -> Texts:
-    """The texts of a config, by the model's tokenizer. No two seeds share a piece of text.
+    """The texts of a config, encoded by the model's tokenizer. No two seeds share a piece of text.
 
     Raises ``ValueError`` if the tokenizer does not have the first token, there is no text left for this seed, or a
     needle does not fit into the shortest text.
@@ -104,12 +104,12 @@ def _needle(place: str, word: str, number: int, tokenizer: Any) -> Needle:
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a piece of text; the first one of all is put before a whole prompt."""
+    """The tokens of a piece of text. The token that starts every sequence is added later, to the whole prompt."""
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
-    """The piece of ``length`` tokens with this number, of all text of a kind in a fixed order."""
+    """The piece with this number of ``length`` tokens, from all text of a kind in a fixed order."""
     tokens: list[int] = []
     for text in _texts(kind):
         tokens += _encode(text, tokenizer)
@@ -117,7 +117,7 @@ def piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
             return np.array(tokens[number * length : (number + 1) * length])
     raise ValueError(
         f"language.seed: expected a smaller one, because the {kind} here has {len(tokens)} tokens, and piece {number} "
-        f"of {length} is past its end"
+        f"of {length} lies past its end"
     )
 
 
@@ -152,7 +152,10 @@ def prompt(text: np.ndarray, needle: Needle, depth: float, length: int, first: i
     sentence, question, answer = needle
     room = length - 1 - sum(map(len, needle))
     if room < 1:
-        raise ValueError(f"long.lengths: expected more than {length - room} tokens, which a needle takes, got {length}")
+        raise ValueError(
+            f"long.lengths: expected more than {length - room} tokens (a needle with its question and answer), "
+            f"got {length}"
+        )
     cut = round(depth * room)
     parts: Sequence[Sequence[int]] = [first], text[:cut].tolist(), sentence, text[cut:room].tolist(), question, answer
     tokens = np.concatenate([np.array(part, np.int32) for part in parts])

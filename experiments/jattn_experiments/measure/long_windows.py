@@ -1,4 +1,4 @@
-"""What the windows of a model's local layers are for: other windows without training, and each head off alone."""
+"""What the windows of a model's local layers do: results with other windows and no training, and with each head off."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ from jattn_experiments.measure.saved_model import Model
 
 
 def other_window(study: Study, number: int, window: int) -> Part:
-    """Needles as by ``needles``, and ``loss []`` of the text, where local layers see ``window`` tokens."""
+    """The results of ``needles``, and ``loss []`` of the text, if local layers see ``window`` tokens."""
     whole = nnx.merge(study.model.graph, study.model.state)
     whole.config = dataclasses.replace(whole.config, window=window)
     changed = copy.copy(study)
@@ -32,7 +32,7 @@ def other_window(study: Study, number: int, window: int) -> Part:
 
 
 def alone(study: Study, number: int) -> Part:
-    """``found [L,N,D]``: the needles that are found if one head is off while the question is read and answered."""
+    """``found [L,N,D]``: the needles found with one head off while the question is read and answered."""
     length, shape, found = study.options.ablated, study.model.shape, []
     for prompt, cache in study.read(number, length):
         answers = [study.reader(length).answer(cache, prompt, gates).right.all() for gates in one_off(shape)]

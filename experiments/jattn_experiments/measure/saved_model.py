@@ -1,4 +1,4 @@
-"""What examining a saved model takes, of any kind: checks of its config, twins with random parameters, findings."""
+"""Shared steps of examining any saved model: checks of its config, twins with random parameters, findings."""
 
 import dataclasses
 import importlib.util
@@ -18,11 +18,11 @@ from jattn_experiments.config import Claim, Config
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
 
-NULL_HEADS = 216  # of models with random parameters: what a head scores by chance
+NULL_HEADS = 216  # heads of models with random parameters, which show what a head scores by chance
 
 
 class Model(NamedTuple):
-    """A language model as a graph and its state, so that functions can be compiled over it."""
+    """A language model, split into graph and state so that compiled functions can take it."""
 
     graph: nnx.GraphDef
     state: nnx.State
@@ -30,12 +30,12 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, model: interop.Transformer) -> "Model":
-        """Of a model of jattn.interop."""
+        """Splits a model of jattn.interop."""
         return cls(*nnx.split(model), model.config)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers, and heads of each."""
+        """The number of layers, and of heads in each."""
         return self.config.num_layers, self.config.num_heads
 
     def whole(self, state: nnx.State) -> interop.Transformer:
@@ -43,7 +43,7 @@ class Model(NamedTuple):
         return nnx.merge(self.graph, state)
 
     def sown(self, state: nnx.State, tokens: Array, **options: Any) -> Any:
-        """What the layers of the model with this state sow on ``tokens [B,T]``."""
+        """The values that the model's layers sow on ``tokens [B,T]``, with this state."""
         forward = nnx.capture(lambda model: model(tokens, **options), nnx.Intermediate)
         return forward(self.whole(state))[1]
 
@@ -52,7 +52,7 @@ def refuse(config: Config, sections: Sequence[str], reason: str) -> None:
     """Raises ``ValueError`` if one of these sections of a config is not left out."""
     for section in sections:
         if getattr(config, section) != getattr(Config(config.name), section):
-            raise ValueError(f"{section}: {reason}; leave its options out")
+            raise ValueError(f"{section}: {reason}; remove its options from the config")
 
 
 def need(section: str, extras: str, packages: Sequence[str]) -> None:
@@ -63,20 +63,20 @@ def need(section: str, extras: str, packages: Sequence[str]) -> None:
 
 
 def check_claim(claim: Claim, known: Sequence[str], one_model: bool = True) -> None:
-    """Raises ``ValueError`` for a claim about something that is not measured, or on several seeds of ``one_model``."""
+    """Raises ``ValueError`` for a claim that cannot be measured, or that needs several seeds of ``one_model``."""
     if claim.metric not in known:
         raise ValueError(f"claims.{claim.name}.metric: expected one of {list(known)}, got {claim.metric!r}")
     if one_model and claim.needed != 1:
-        raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
+        raise ValueError(f"claims.{claim.name}.needed: expected 1, because there is one model, got {claim.needed}")
 
 
 def num_twins(config: interop.Config) -> int:
-    """How many twins have ``NULL_HEADS`` together."""
+    """The number of twins that have ``NULL_HEADS`` in total."""
     return math.ceil(NULL_HEADS / (config.num_layers * config.num_heads))
 
 
 def twins(config: interop.Config) -> Iterator[interop.Transformer]:
-    """Models of the same sizes with random parameters."""
+    """Models of the same sizes, with random parameters."""
     return (interop.Transformer(config, rngs=nnx.Rngs(seed)) for seed in range(num_twins(config)))
 
 
@@ -117,7 +117,7 @@ def roles(
 ) -> heads.Roles:
     """The role of every head ``[1,L,N]`` among ``names``, tested against the twins.
 
-    Patterns of tokens are tested against ``shuffled``, too: the model's scores by other sequences' tokens.
+    Patterns of tokens are also tested against ``shuffled``, the model's scores with other sequences' tokens.
     """
     null = {name: [twin[name] for twin in twins] for name in names}
     for name in heads.OF_TOKENS if shuffled else ():
@@ -132,7 +132,7 @@ def pair(twin: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str]
 
 
 def findings(config: Config, seconds: float, /, **measured: Any) -> Findings:
-    """The findings of a model, with its twin in the place of a model before training; nothing else is by default."""
+    """The findings of a model, with its twin as the untrained model. All other findings are empty by default."""
     fields: dict[str, Any] = {
         "name": config.name,
         "description": config.description,

@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder in the same report: its heads compared with those of a randomly initialised twin."""
+"""A pretrained sentence encoder: its heads compared with those of a randomly initialised twin."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ PATTERNS = (
     "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",
 )  # fmt: skip
 METRICS = ("margin", "nearest_accuracy", *(claims.BEST + name for name in PATTERNS))
-SHIFTS = (1, 2, 3)  # score a sentence against the one this many before it
+SHIFTS = (1, 2, 3)  # compare a sentence with the one this many places before it
 EXAMPLES = 3
 CASE_LENGTH = 256  # tokens at which the tokenizer truncates, as set by the encoder
 
@@ -44,7 +44,7 @@ class Sentences:
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to a pretrained model, or if its folder is missing."""
     sections = ("task", "model", "train", "evaluate", "long", "controls", "sweep")
-    saved_model.refuse(config, sections, "a pretrained model is not trained here")
+    saved_model.refuse(config, sections, "does not apply to a pretrained model")
     for claim in config.claims:
         saved_model.check_claim(claim, METRICS)
     saved_model.need("pretrained", "experiments,hf", ("safetensors", "tokenizers"))
@@ -65,7 +65,7 @@ def folder_of(options: SentenceEncoder) -> Path:
 
 
 def run(config: Config, out: Path) -> Findings:
-    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's; ``out`` stays."""
+    """Embeds the sentences, looks at all heads of the model and its twins, and ablates the model's; ignores ``out``."""
     started = time.monotonic()
     folder = folder_of(config.pretrained)
     sentences = read_sentences(config.pretrained, folder)
@@ -78,7 +78,7 @@ def run(config: Config, out: Path) -> Findings:
 
 
 def read_sentences(options: SentenceEncoder, folder: Path) -> Sentences:
-    """The sentences as tokens, by the model's tokenizer."""
+    """The sentences as tokens of the model's tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -102,7 +102,7 @@ def embed(model: interop.Transformer, tokens: ArrayLike, valid: ArrayLike, **opt
 
 
 def qualities(embeddings: Array, groups: np.ndarray) -> Array:
-    """``[2]``: the share of sentences whose nearest sentence is in their group, and the cosine margin of groups.
+    """``[2]``: the share of sentences with their nearest sentence in the same group, and the cosine margin of groups.
 
     The margin is the mean cosine of distinct sentences within a group minus that across groups.
     """
@@ -114,7 +114,7 @@ def qualities(embeddings: Array, groups: np.ndarray) -> Array:
 
 
 def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, Any]]:
-    """A function that measures what the report shows of a model; compiled once for all models of a config."""
+    """A function that measures what the report shows, compiled once for all models of a config."""
     tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
 
     def forward(model: interop.Transformer, seen: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Sequences on which a language model's heads are examined: random tokens that repeat, and text of the Python docs."""
+"""Sequences for examining a language model's heads: random tokens that repeat, and text of the Python docs."""
 
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 from jattn_experiments.config import LanguageModel
 
-SHORT = 24  # random tokens before they repeat, in the sequences whose weights the report shows
+SHORT = 24  # random tokens before they repeat, in the sequences that the report shows
 SHOWN = 16  # of these, for the mean of the weights
 EXAMPLES = 3  # the first of these, and text
 EXAMPLE_ROWS = np.array([0, *range(SHOWN, SHOWN + EXAMPLES - 1)])
@@ -15,10 +15,10 @@ PLACES = ("second copy", "repeated bigrams", "other tokens")
 
 
 class Sequences(NamedTuple):
-    """Tokens ``[B,T]`` of four kinds; short ones have other sizes."""
+    """Tokens ``[B,T]`` of four kinds. The short sequences have other sizes."""
 
-    chosen: np.ndarray  # random tokens, twice: those that heads are chosen on
-    tested: np.ndarray  # others
+    chosen: np.ndarray  # random tokens, twice: the sequences on which heads are chosen
+    tested: np.ndarray  # other ones, on which they are tested
     text: np.ndarray
     short: np.ndarray  # random tokens, twice, then EXAMPLES - 1 of text
     words: list[list[str]]  # the tokens of the examples in ``short``
@@ -26,11 +26,11 @@ class Sequences(NamedTuple):
 
     @property
     def judged(self) -> np.ndarray:
-        """``tested`` and ``text``: what the model's answers are measured on."""
+        """``tested`` and ``text``, on which the model's answers are measured."""
         return np.concatenate([self.tested, self.text])
 
     def places(self) -> np.ndarray:
-        """``[3,B,T-1]``: at which tokens of ``judged`` the next one belongs to each of ``PLACES``."""
+        """``[3,B,T-1]``: for each of ``PLACES``, at which tokens of ``judged`` the next token belongs to it."""
         B, T = self.judged.shape
         random = (np.arange(B) < len(self.tested))[:, None]
         second = np.broadcast_to(np.arange(T - 1) > self.period, (B, T - 1))
@@ -67,13 +67,13 @@ def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
 
 
 def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
-    """All tokens of a model but those with a meaning of their own."""
+    """All tokens of a model except special ones."""
     special = set(tokenizer.get_added_tokens_decoder())
     return np.array([token for token in range(min(vocabulary, tokenizer.get_vocab_size())) if token not in special])
 
 
 def continue_bigrams(tokens: np.ndarray) -> np.ndarray:
-    """``[B,T-1]``: whether a token and the next one stood next to each other before, in ``tokens [B,T]``."""
+    """``[B,T-1]``: whether a token and its successor already occurred next to each other in ``tokens [B,T]``."""
     repeats = np.zeros((tokens.shape[0], tokens.shape[1] - 1), bool)
     for row, sequence in enumerate(tokens.tolist()):
         seen = set()

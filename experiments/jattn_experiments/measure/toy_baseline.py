@@ -1,4 +1,4 @@
-"""The toy model beside a language model: trained here, and measured in the same way."""
+"""The toy model to compare a language model with: trained here and measured in the same way."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ def measure(config: Config, out: Path) -> dict[str, Measure]:
 
 
 def _paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The paths from one seed's previous-token heads into its induction heads, those with half of the best score.
+    """The paths from one seed's previous-token heads into its induction heads, which have half of the best score.
 
-    Nothing is before the heads of the first layer, which are therefore no readers; ``scores [L,N]``.
+    Heads of the first layer are no readers, because no head comes before them; ``scores [L,N]``.
     """
     setup, L = trained.setup, len(scores["induction"])
     above = scores["induction"] * (np.arange(L) > 0)[:, None]

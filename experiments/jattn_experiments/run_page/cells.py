@@ -12,22 +12,22 @@ from matplotlib.patches import Rectangle
 from jattn_experiments.run_page.plot_data import Matrix
 from jattn_experiments.run_page.style import INK, RAMP
 
-CELL_BUDGET = 2000  # cells of a matrix that are shapes of their own
+CELL_BUDGET = 2000  # most cells of a matrix that are drawn as separate shapes
 
 
 def on_lines(names: Sequence[str], width: float) -> bool:
-    """Whether names fit above columns of this many inches, a word per line; else they are rotated."""
+    """Whether names fit above columns of this width in inches, one word per line. If not, they are rotated."""
     return 0.06 * max(len(word) for name in names for word in name.split()) < width
 
 
 def names_height(names: Sequence[str], width: float) -> float:
-    """Inches needed by names above columns."""
+    """Inches that names need above columns."""
     flat = on_lines(names, width)
     return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
 
 
 def _draw_cells(ax: Axes, matrix: Matrix, seeds: Sequence[int]) -> ScalarMappable:
-    """Cells that tell their numbers; very many are one picture, which takes a hundredth of the bytes."""
+    """Draws cells with tooltips. Very many cells become one picture, which takes a hundredth of the bytes."""
     if matrix.shades.size > CELL_BUDGET:
         return ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=RAMP, interpolation="none")
     places = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.ndindex(*matrix.shades.shape)]
@@ -65,6 +65,6 @@ def draw_matrix(
 def colour_bar(
     figure: Figure | SubFigure, cells: ScalarMappable, axes: Iterable[Axes], label: str = "", top: float | None = None
 ) -> None:
-    """The colours' meaning, beside ``axes``: from 0 to 1, or to ``top`` for cells coloured by shares of it."""
+    """Draws the colour bar next to ``axes``: from 0 to 1, or to ``top`` for cells coloured by shares of it."""
     shares = {} if top is None else {"format": lambda share, _: f"{share * top:.2f}"}
     figure.colorbar(cells, ax=list(axes), label=label, aspect=40, pad=0.01, **shares)

@@ -12,7 +12,7 @@ from jattn_experiments.onset import half_fall, half_way
 from jattn_experiments.runs.findings import Findings, plain
 
 NOT_PATTERNS = ("entropy", "max_weight")  # of scores in training
-RISE, RISE_LOOKS = 0.2, 5  # of a score that turns; looks below which there is nothing to tell
+RISE, RISE_LOOKS = 0.2, 5  # least rise of a score that counts; least number of looks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,10 @@ def time_panels(findings: Findings) -> list[Panel]:
 
 
 def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
-    """What rises in training and the step of each seed ``[R]`` at which half of the rise is behind, earliest first.
+    """What rises in training, and the step ``[R]`` at which each seed has half of the rise behind it, earliest first.
 
-    The loss and the in-context learning score fall; of scores those of the best head of a layer that rise by ``RISE``
-    in half of the seeds.
+    The loss and the in-context learning score fall instead. Included are the scores of each layer's best head that rise
+    by ``RISE`` in half of the seeds.
     """
     if not findings.metrics or len(findings.look_steps) < RISE_LOOKS:
         return []
@@ -91,7 +91,7 @@ def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
 
 
 def curve_panels(findings: Findings) -> list[Panel]:
-    """One panel per title of ``findings.curves``."""
+    """One panel for each title in ``findings.curves``."""
     panels = []
     for title, curves in findings.curves.items():
         lines = []

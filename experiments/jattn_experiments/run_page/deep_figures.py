@@ -14,7 +14,7 @@ from jattn_experiments.run_page.plot_data import OWN_SCALE, WHEN, Matrix, ablati
 from jattn_experiments.run_page.style import RAMP, WIDTH, titled
 from jattn_experiments.runs.findings import Findings, plain
 
-MANY_HEADS = 100  # in a model; above it, these figures replace those with a panel for each
+MANY_HEADS = 100  # heads in a model; with more, these figures replace those with one panel per head
 SHOWN = 24  # heads whose weights are drawn, as many of each role
 
 
@@ -31,7 +31,7 @@ def by_layer(title: str, seeds: np.ndarray, low: float = 0.0, high: float = 1.0)
 
 
 def statistics_matrices(findings: Findings) -> list[list[Matrix]]:
-    """Layers by heads: a row of matrices, untrained and trained, and in each one for every statistic."""
+    """Layers by heads: a row of matrices, untrained and trained, with one matrix for every statistic."""
     rows: list[list[Matrix]] = [[], []]
     for name, values in findings.statistics.items():
         low, high = (values.min(), values.max()) if name in OWN_SCALE else (0.0, 1.0)
@@ -80,7 +80,7 @@ def ablation_figure(findings: Findings) -> Figure:
 def _draw_layers(
     figure: Figure | SubFigure, findings: Findings, matrices: list[Matrix], margin: float, label: str, top: float
 ) -> list[Axes]:
-    """Matrices of layers by heads beside each other, and a bar from 0 to ``top``, all within ``WIDTH - margin``."""
+    """Matrices of layers by heads side by side, with a colour bar from 0 to ``top``, all within ``WIDTH - margin``."""
     axes = list(figure.subplots(1, len(matrices), squeeze=False)[0])
     for ax, matrix in zip(axes, matrices, strict=True):
         cells = draw_matrix(ax, matrix, (WIDTH - margin) / len(matrices) / len(matrix.columns), findings.seeds)
@@ -102,7 +102,7 @@ def offsets_figure(findings: Findings) -> Figure:
         ax.set_title(WHEN[when])
         ax.grid(visible=False)
         ax.set_xlabel("key position - query position")
-    figure.axes[0].set_ylabel("layer, its heads below each other")
+    figure.axes[0].set_ylabel("layer, with its heads from top to bottom")
     colour_bar(figure, image, figure.axes, "mean weight")
     return titled(figure, findings, f"distances at which each head looks (seed {findings.seeds[0]})")
 
@@ -110,7 +110,7 @@ def offsets_figure(findings: Findings) -> Figure:
 def strongest(findings: Findings, most: int = SHOWN) -> list[int]:
     """The first seed's heads with the largest scores of each role, counted over layers: at most ``most``, role by role.
 
-    Weak and mixed heads only if no head has a role.
+    Weak and mixed heads are used only if no head has a role.
     """
     heads = findings.ablated.shape[2]
     rows = [row for row in findings.heads if row["seed"] == findings.seeds[0]]
@@ -132,13 +132,13 @@ def heads_figure(findings: Findings) -> Figure:
     missing = -len(chosen) % across
     grid = np.concatenate([weights, np.zeros((missing, *weights.shape[1:]))]).reshape(-1, across, *weights.shape[1:])
     titles = names + [""] * missing
-    title = f"{findings.title}: the {len(chosen)} clearest heads of all roles, example 1"
+    title = f"{findings.title}: the {len(chosen)} clearest heads across roles, example 1"
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         return head_grid(grid, tokens, vmax=float(grid.max()), titles=titles, title=title, panel_size=1.5)
 
 
 def paths_figure(findings: Findings) -> Figure:
-    """By how much the score of the induction heads falls if they read a head's output from another sequence."""
+    """How much the score of the induction heads falls if they read a head's output from another sequence."""
     top = max(float(values.max()) for values in findings.paths.values()) or 1.0
     matrices = [by_layer(f"into their {into}", values[None], 0.0, top) for into, values in findings.paths.items()]
     figure = Figure(figsize=(WIDTH, 0.19 * len(matrices[0].rows) + 1.4))

@@ -1,4 +1,4 @@
-"""The page of one run: a single self-contained HTML file, from its findings or from what is kept of them.
+"""The page of one run: a single self-contained HTML file, made from its findings or from their kept parts.
 
 Text, tables and figures are written here and need no JavaScript; ``jattn.reports`` shows the heads' weights, step by
 step, and their scores; ``figures.js`` reads out the marks of figures. ``sections.html`` has ``{{slots}}``.
@@ -27,13 +27,13 @@ from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
 HERE = Path(__file__).parent
-PAGE_BUDGET = 4_980_000  # letters of the page, nearly all of one byte
+PAGE_BUDGET = 4_980_000  # most characters of the page, nearly all of one byte
 WEIGHT_BUDGET = 12_000_000  # bytes of attention weights before they are compressed, to a third or less
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPage:
-    """What the page of a run shows.
+    """The contents of a run's page.
 
     config, claims, summary: as kept in ``config.json``, ``claims.json`` and ``summary.json``.
     figures: SVG elements by name.
@@ -46,9 +46,9 @@ class RunPage:
     explorer: Explorer
 
     def html(self) -> str:
-        """The file."""
+        """The contents of the HTML file."""
         seeds, environment, shown = self.summary["seeds"], self.summary["environment"], self.explorer
-        matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
+        matched = "Heads of other seeds are matched to the first seed's heads by scores and ablations."
         slots = {
             "first_seed": escaped(seeds[0]),
             "matched_note": matched if len(seeds) > 1 else "",
@@ -61,7 +61,7 @@ class RunPage:
         size += [f"{key} {environment[key]}" for key in ("device", "seconds", "jattn") if key in environment]
         size += [f"commit {commit}"] if (commit := environment.get("commit")) else []
         changed, trained = self.summary.get("changed", []), "training" in self.figures
-        followed = " They are of the sequences followed in training, the tables of heads of others, and of more."
+        followed = " They come from the sequences followed in training; the tables of heads use other, more sequences."
         lead = lead_section(self.summary["name"], self.config["description"], changed, size)
         page = Page(
             plain(self.summary["name"]) + " (changed)" * bool(changed),
@@ -89,7 +89,7 @@ def write_page(findings: Findings, out: Path) -> Path:
 
 
 def run_page(findings: Findings, figures: Iterable[Path]) -> RunPage:
-    """The page of a run, with those of the ``figures`` that are SVG."""
+    """The page of a run, with the ``figures`` that are SVG."""
     # the page shows the heads themselves at every step
     svgs = (file for file in figures if file.suffix == ".svg" and file.stem != "heads")
     elements = {file.stem: inline(file.read_text(encoding="utf-8"), file.stem) for file in svgs}
@@ -102,7 +102,7 @@ def _read(name: str) -> str:
 
 
 def _with_figures(page: str, names: Collection[str]) -> str:
-    """The template without the sections of figures that are missing, and with sections for those without one."""
+    """The template without sections for missing figures, and with new sections for figures that have none."""
     section = re.compile(r'<section id="(\w+)" class="drawn">.*?</section>\n', re.DOTALL)
     more = sorted(set(names) - set(section.findall(page)))
     page = section.sub(lambda match: match[0] if match[1] in names else "", page)

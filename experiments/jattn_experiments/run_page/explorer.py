@@ -1,4 +1,4 @@
-"""A run's heads for the explorer of the page: their weights on each example, step by step, and their scores.
+"""The heads of a run for the page's explorer: their weights on each example, step by step, and their scores.
 
 Axes as in ``jattn_experiments.runs.findings``.
 """
@@ -36,23 +36,23 @@ class Explorer:
         return self.views[-1].frames[-1].step or 0
 
     def note(self) -> str:
-        """How the run's weights were reduced."""
+        """A note that says how the run's weights were reduced."""
         notes, (*examples, mean) = [], self.views
         drawn, first, other = len(mean.keys), len(examples[0].frames), len(examples[-1].frames)
         if other < self.steps:
-            others = f", every other example {other}" if len(examples) > 1 else ""
+            others = f", and every other example has {other}" if len(examples) > 1 else ""
             notes.append(f"To keep this page small, example 1 has {first} of {self.steps} steps{others}.")
         if drawn < self.tokens:
             notes.append(
-                f"The {self.tokens} tokens are drawn in blocks of {-(-self.tokens // drawn)}: queries of a block are "
-                "averaged, its keys summed, so that a row still sums to 1."
+                f"The {self.tokens} tokens are drawn in blocks of {-(-self.tokens // drawn)}. Queries of a block are "
+                "averaged and keys are summed, so that each row still sums to 1."
             )
         if self.levels:
             notes.append(f"Weights are rounded to 1/{self.levels} of the largest.")
         return " ".join(notes)
 
     def thinned(self, weights: int) -> "Explorer":
-        """With steps left out, for about ``weights`` weights in all: each view keeps its first and its last."""
+        """A copy with fewer steps, about ``weights`` weights in all. Each view keeps its first and last step."""
         *examples, mean = self.views
         steps = [len(view.frames) for view in examples]
         kept = kept_steps(steps, weights // np.size(mean.frames[0].weights) - 2)
@@ -73,7 +73,7 @@ def explorer(findings: Findings, room: int) -> Explorer:
 
 
 def numbers(findings: Findings) -> list[Numbers]:
-    """The scores of the first seed's heads, one set a look at the heads."""
+    """The scores of the first seed's heads, one set for each look at the heads."""
     roles = head_roles(findings)
     looks = range(len(findings.look_steps))
     scores = [[values[0, look].ravel() for values in findings.scores.values()] for look in looks]
@@ -98,7 +98,7 @@ def views(findings: Findings, room: int) -> list[View]:
 
 
 def _frames(findings: Findings, weights: np.ndarray, steps: Sequence[int], first: str) -> list[Frame]:
-    """A frame a step of ``weights [X,L,N,T,T]``, with the scores of the nearest look."""
+    """One frame for each step of ``weights [X,L,N,T,T]``, with the scores of the nearest look."""
     nearest = [int(abs(findings.look_steps - step).argmin()) for step in steps]
     titles = [f"0 ({first})" if step == 0 and i == 0 else str(step) for i, step in enumerate(steps)]
     heads = weights.reshape(len(steps), -1, *weights.shape[-2:])
@@ -107,7 +107,7 @@ def _frames(findings: Findings, weights: np.ndarray, steps: Sequence[int], first
 
 
 def _labels(tokens: list[str], names: list[str]) -> tuple[list[str], list[str]]:
-    """Labels for the edge of the picture and the read-out: tokens, or names of blocks and their tokens."""
+    """Labels for the picture's edges and the read-out: tokens, or names of blocks with their tokens."""
     if len(names) == len(tokens):
         return tokens, [f"{name}: {token}" for name, token in zip(names, tokens, strict=True)]
     block = -(-len(tokens) // len(names))
@@ -116,14 +116,14 @@ def _labels(tokens: list[str], names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def fitting(frames: int, heads: int, size: int, room: int) -> int:
-    """The side of the pictures, in blocks, that makes all frames fit into ``room`` bytes, at two a weight."""
+    """The side of the pictures in blocks so that all frames fit into ``room`` bytes, at two bytes per weight."""
     return max(min(size, BLOCKS, isqrt(max(room, 0) // (2 * frames * heads))), 1)
 
 
 def kept_steps(steps: Sequence[int], room: int) -> list[list[int]]:
     """Which of each example's ``steps`` to keep, at most ``room`` in total: all, or evenly spread.
 
-    The first example gets all but two for each other example. The first and last steps are always kept.
+    The first example gets all but two steps for each other example. The first and last steps are always kept.
     """
     others = len(steps) - 1
     first = min(max(room - 2 * others, 2), steps[0])

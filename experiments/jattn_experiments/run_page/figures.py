@@ -1,6 +1,6 @@
-"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style. The page embeds the SVGs.
+"""Figures of one run, as PNG and SVG, drawn from a ``Findings`` in one style. The page embeds the SVGs.
 
-Every seed is shown: a thin line or dot per seed, and their median as a strong line. A mark's ``url`` is its tooltip.
+Every seed is shown as a thin line or dot, and their median as a strong line. A mark's ``url`` is its tooltip.
 """
 
 import io
@@ -26,9 +26,9 @@ from jattn_experiments.runs.folder import write_atomically
 
 EACH = "thin: each of {} seeds, strong: median"
 MANY = 6  # with more heads per layer, names are short and figures wider
-MOST_TICKS = 8  # values of a curve's option that are all written at its axis
+MOST_TICKS = 8  # most values of a curve's option that its axis writes in full
 WIDE = 16  # range of a curve's x above which its axis is logarithmic
-LINE_BUDGET = 400  # points per line: more than can be told apart
+LINE_BUDGET = 400  # points per line, more than the eye can separate
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
 
 
@@ -97,7 +97,7 @@ def training_figure(findings: Findings) -> Figure:
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for at, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
         _draw_lines(ax, panel, findings.seeds)
-        # The page marks the explorer's step in this range, which is drawn for its place alone.
+        # The page marks the explorer's step in this range. It is drawn only to give the page its position.
         ax.axvspan(*findings.look_steps[[0, -1]], alpha=0, gid=f"steps{at}")
         ax.set_ylabel(panel.title)
         ax.margins(x=0.01)
@@ -109,7 +109,7 @@ def training_figure(findings: Findings) -> Figure:
 
 
 def turns_figure(findings: Findings) -> Figure:
-    """When each thing rises: a dot per seed, the median, and in how many seeds it is before the next."""
+    """When each quantity rises: a dot per seed, the median, and in how many seeds it precedes the next one."""
     rows, last = turns(findings), findings.look_steps[-1]
     figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.1))
     ax = figure.subplots()
@@ -129,7 +129,7 @@ def turns_figure(findings: Findings) -> Figure:
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     never = " (hollow: never)" if any((steps >= last).any() for _, steps in rows) else ""
-    ax.set_xlabel(f"training step at which half of the change is behind{never}")
+    ax.set_xlabel(f"training step at which half of the change is done{never}")
     return titled(figure, findings, "what comes first")
 
 
@@ -148,7 +148,10 @@ def _names(findings: Findings) -> list[str]:
 
 
 def heads_figure(findings: Findings) -> Figure:
-    """Every head of the first seed on the first example, first look above last (one head a layer: beside); pools."""
+    """Every head of the first seed on the first example, with the first look above the last, in blocks if needed.
+
+    With one head per layer, the looks are side by side.
+    """
     (first, last), tokens = plot_data.pooled(findings.example_weights[[0, -1], 0])
     if len(tokens) == len(findings.tokens[0]):
         tokens = findings.tokens[0]
@@ -271,7 +274,7 @@ def curves_figure(findings: Findings) -> Figure:
     panels = curve_panels(findings)
     figure = Figure(figsize=(WIDTH, 2.9 * len(panels)))
     for ax, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-        _draw_lines(ax, panel)  # of controls too, whose seeds may be others
+        _draw_lines(ax, panel)  # curves may include controls, which can have other seeds
         ax.set_title(panel.title, parse_math=False)
         ax.set_xlabel(panel.x_label, parse_math=False)
         x = np.unique(np.concatenate([line.x for line in panel.lines]))

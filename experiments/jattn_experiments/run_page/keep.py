@@ -1,7 +1,7 @@
-"""The parts of a run kept in the repository, and the page made of them again.
+"""The parts of a run that are kept in the repository, and the page that is made from them.
 
-``claims.json``, ``config.json`` and ``summary.json`` hold what a reader looks up; ``page.tar.xz`` what only the page
-shows: its figures as SVG, the explorer's names and scores as JSON, and weights of heads, of one byte each.
+``claims.json``, ``config.json`` and ``summary.json`` hold the numbers that a reader looks up. ``page.tar.xz`` holds
+what only the page shows: figures as SVG, the explorer's names and scores as JSON, and heads' weights in one byte each.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FIGURES = "figures/"
 
 
 def finished(run: Path) -> Findings:
-    """The findings of a run that has finished. Raises ``FileNotFoundError`` if it has not."""
+    """The findings of a finished run. Raises ``FileNotFoundError`` for an unfinished one."""
     (run / "report.html").stat()  # written last
     return Findings.load(run)
 
@@ -43,8 +43,8 @@ def finished(run: Path) -> Findings:
 def keep(findings: Findings, run: Path, folder: Path, replace: bool = False) -> Path:
     """Writes ``folder/NAME`` from a finished ``run``, or rewrites what an earlier ``keep`` wrote there; returns it.
 
-    Of the run's pictures it takes those that are there already, because a document shows them. Other files in it stay.
-    Each file is replaced by a complete one, so stopping halfway loses nothing.
+    It copies only those of the run's pictures that the folder already has, because a document shows them. Other files
+    in the folder stay. Each file is replaced by a complete one, so that stopping halfway loses nothing.
 
     Raises:
         FileExistsError: ``folder/NAME`` is something else: the run, a folder inside or around it, or a user's; or,
@@ -55,7 +55,8 @@ def keep(findings: Findings, run: Path, folder: Path, replace: bool = False) -> 
     if not replace and (target / "summary.json").exists():
         if different := differences(_config_in(target), _config_in(run)):
             raise FileExistsError(
-                f"{str(target)!r} holds the results of another config, which --replace replaces: {'; '.join(different)}"
+                f"{str(target)!r} holds the results of another config (add --replace to replace them): "
+                f"{'; '.join(different)}"
             )
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:
@@ -78,7 +79,7 @@ def _check(run: Path, target: Path) -> None:
     """Raises ``FileExistsError`` if ``target`` holds anything but what an earlier ``keep`` wrote."""
     inner, outer = target.resolve(), run.resolve()
     if inner == outer or inner in outer.parents or outer in inner.parents:
-        raise FileExistsError(f"expected a folder apart from the run's, got {str(target)!r} for {str(run)!r}")
+        raise FileExistsError(f"expected a folder outside the run's folder {str(run)!r}, got {str(target)!r}")
     if not target.exists() or target.is_dir() and not any(target.iterdir()):
         return
     try:
@@ -86,11 +87,11 @@ def _check(run: Path, target: Path) -> None:
     except (OSError, Damaged):
         earlier = {}
     if earlier.get("name") != target.name or "environment" not in earlier:
-        raise FileExistsError(f"{str(target)!r} is not what an earlier keep wrote; choose another folder")
+        raise FileExistsError(f"{str(target)!r} exists, but was not written by jattn keep; choose another folder")
 
 
 def _config_in(folder: Path) -> dict[str, Any]:
-    """The config in a folder, with options that it is too old to have; without the mesh, which changes no numbers."""
+    """The config in a folder, with defaults for newer options and without the mesh, which changes no numbers."""
     try:
         plain = read_json(folder / "config.json", dict, "the config of a run")
     except (OSError, Damaged):
@@ -109,7 +110,7 @@ def kept_page(folder: Path) -> RunPage:
 
 
 def save(file: Path, shown: Explorer, figures: Mapping[str, str]) -> None:
-    """Writes the explorer, its weights rounded, and the figures; the same ones make the same file."""
+    """Writes the explorer with rounded weights, and the figures. Equal contents give equal files."""
     frames = [frame for view in shown.views for frame in view.frames]
     weights = np.nan_to_num(np.stack([np.asarray(frame.weights) for frame in frames]))
     largest = float(weights.max()) or 1.0
@@ -157,7 +158,7 @@ def load(file: Path) -> tuple[Explorer, dict[str, str]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers of four digits; what is not finite becomes null."""
+    """Rounds numbers to four digits; numbers that are not finite become null."""
     if isinstance(value, list):
         return [_rounded(entry) for entry in value]
     return float(f"{value:.4g}") if np.isfinite(value) else None

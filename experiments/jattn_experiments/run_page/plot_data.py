@@ -1,4 +1,4 @@
-"""A run's heads and controls arranged for drawing, shared by the figures and the page.
+"""The heads and controls of a run, arranged for drawing by the figures and the page.
 
 Axes as in ``jattn_experiments.runs.findings``.
 """
@@ -36,7 +36,7 @@ class Matrix:
         return np.median(self.seeds, 0)
 
     def tooltips(self, seeds: Sequence[int]) -> list[str]:
-        """Each cell in words, row by row: its median and, of several ``seeds``, each one's number."""
+        """Each cell in words, row by row: its median and, with several ``seeds``, the number of each."""
         texts, median, names = [], self.median, ", ".join(map(str, seeds))
         for row, column in np.ndindex(*median.shape):
             text = f"{self.rows[row]}, {self.columns[column]}: {median[row, column]:z.3f}"
@@ -47,7 +47,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class HeadMap:
-    """Heads in the plane, ``points [L*N,2]``; ``sides`` say where each name fits, if anywhere."""
+    """Heads in the plane, ``points [L*N,2]``. ``sides`` say where each name fits, if anywhere."""
 
     title: str
     points: np.ndarray
@@ -55,7 +55,7 @@ class HeadMap:
 
 
 def pooled(weights: np.ndarray, most: int = BLOCKS) -> tuple[np.ndarray, list[str]]:
-    """Weights ``[...,T,T]`` in at most ``most x most`` blocks, and the blocks' names: "0-7", or "0" for one token.
+    """Weights ``[...,T,T]`` in at most ``most x most`` blocks, with the blocks' names: "0-7", or "0" for one token.
 
     Rows of a block are averaged and columns summed, so every row of blocks still sums to 1.
     """
@@ -115,7 +115,7 @@ def matched_profiles(findings: Findings) -> np.ndarray:
 
 
 def drawn_profiles(findings: Findings, most: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """At most ``most`` offsets, the largest of their neighbours in ``matched_profiles``, and how many these are."""
+    """At most ``most`` offsets, the maximum over neighbours in ``matched_profiles``, and the number of neighbours."""
     offsets, values = findings.offsets, matched_profiles(findings)
     step = -(-len(offsets) // most)
     starts = np.arange(0, len(offsets), step)
@@ -137,7 +137,7 @@ def matched_divergence(findings: Findings) -> np.ndarray:
 
 
 def first_look(findings: Findings) -> str:
-    """What the first look was of: an untrained model, or the one that training started from (``train.start``)."""
+    """The name of the first look: an untrained model, or the one from which training started (``train.start``)."""
     return "start" if findings.config.get("train", {}).get("start") else WHEN[0]
 
 
@@ -181,7 +181,7 @@ def statistics_matrices(findings: Findings) -> list[Matrix]:
 def ablation_matrices(findings: Findings) -> list[Matrix]:
     """The accuracy lost, places by what is switched off: each head, and each role's heads.
 
-    One matrix, or with more than ``TOGETHER`` columns, one per layer and one for the roles.
+    It is one matrix, or with more than ``TOGETHER`` columns one per layer and one for the roles.
     """
     layers, heads = findings.ablated.shape[1:3]
     off = np.concatenate([matched_ablation(findings), *(v[:, None] for v in findings.groups.values())], 1)
@@ -199,7 +199,7 @@ def ablation_matrices(findings: Findings) -> list[Matrix]:
 
 
 def plane(divergence: np.ndarray) -> tuple[np.ndarray, float]:
-    """Points ``[H,2]`` that approximate the distances of ``H`` heads, and the share of these that they keep.
+    """Points ``[H,2]`` that approximate the distances of ``H`` heads, and the share of the distances that they keep.
 
     The square root of the Jensen-Shannon divergence ``[H,H]`` is a metric (Endres and Schindelin 2003), so the
     divergence is the squared distance. Classical scaling: the eigenvectors of the doubly centred squared distances
@@ -229,7 +229,7 @@ def head_maps(findings: Findings) -> tuple[list[HeadMap], float]:
 
 
 def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
-    """Right, left, above or below: where a name overlaps nothing, in a picture of 360 pixels."""
+    """Where each name overlaps nothing in a picture of 360 pixels: right, left, above or below."""
     dot, word = (10, 10), (36, 12)
     taken = [(point * 180, dot) for point in points]
     sides: list[tuple[int, int] | None] = []
@@ -247,7 +247,7 @@ def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
 
 
 def role_colours(findings: Findings) -> dict[str, int]:
-    """A colour for each role of the first seed's heads: the place's if it is a place, ink for mixed and weak heads."""
+    """A colour for each role of the first seed's heads: the place's own, or ink for mixed and weak heads."""
     places = [plain(place) for place in findings.places]
     roles = sorted({plain(row["role"]) for row in findings.heads if row["seed"] == findings.seeds[0]})
     colours = {role: places.index(role) if role in places else -1 for role in roles}

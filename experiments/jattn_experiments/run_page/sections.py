@@ -1,4 +1,4 @@
-"""The page's tables and claims as HTML, from what is kept of a run as JSON."""
+"""The page's tables and claims as HTML, from the JSON that is kept of a run."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -38,13 +38,13 @@ def _is_number(value: object) -> bool:
 
 
 def lead_section(name: str, description: str, changed: Sequence[str], facts: Sequence[str]) -> str:
-    """What the run is of, how it differs from the config of its name that comes with jattn, and short facts."""
+    """The description of the run, how it differs from jattn's config of the same name, and short facts."""
     options = ""
     if changed:
         lines = "".join(f"<li>{escaped(line)}</li>" for line in changed)
         options = (
-            f"<p><strong>Options differ</strong> from those of the config <code>{escaped(name)}</code> that comes with "
-            f"jattn, whatever the text below says:</p><ul>{lines}</ul>"
+            f"<p><strong>Options differ</strong> from jattn's own config <code>{escaped(name)}</code>, which the text "
+            f"below describes:</p><ul>{lines}</ul>"
         )
     return f'{options}<p>{escaped(description)}</p><p class="soft">{escaped(" · ".join(facts))}</p>'
 
@@ -55,7 +55,7 @@ def claims_section(claims: Sequence[Mapping[str, Any]]) -> str:
         return ""
     key = "● seed that passed · ✕ seed that failed · ○ untrained models, or other heads · vertical line: threshold"
     if any("replication" in claim for claim in claims):
-        key += " · below it the same for fresh seeds"
+        key += " · second line: the same for fresh seeds"
     title = f"<h2>Claims: {sum(bool(claim['holds']) for claim in claims)} of {len(claims)} hold</h2>"
     return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(map(_card, claims))}</section>'
 
@@ -81,8 +81,8 @@ def _facts(claim: Mapping[str, Any]) -> dict[str, str]:
     }
     if claim["rate"] is not None:
         low, high = claim["rate"]
-        facts["share that passes (95%)"] = f"{low:.0%} to {high:.0%}"
-        facts["would hold again"] = f"{claim['again']:.0%}"
+        facts["share of seeds that pass (95% interval)"] = f"{low:.0%} to {high:.0%}"
+        facts["probability to hold on other seeds"] = f"{claim['again']:.0%}"
     if fresh := claim.get("replication"):
         verdict = "holds" if fresh["holds"] else "fails"
         facts["fresh seeds passed"] = f"{len(fresh['passed'])} of {len(fresh['values'])}: {verdict}"
@@ -90,7 +90,7 @@ def _facts(claim: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _seed_lines(claim: Mapping[str, Any]) -> str:
-    """The claim's seeds on a line, and the fresh ones, if there are any, on another of the same scale."""
+    """The claim's seeds on a line, and the fresh seeds, if any, on a second line with the same scale."""
     fresh = claim.get("replication")
     lines = [_claim_marks(row) for row in ((claim, {**claim, **fresh}) if fresh else (claim,))]
     scale = [value for marks in lines for value, _, _ in marks]
@@ -132,11 +132,11 @@ def heads_section(heads: Sequence[Mapping[str, Any]], trained: bool) -> str:
     names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
     names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
     names += '<th class="meter">○ null · ● score</th>'
-    others = " They are of other sequences, and of more, than the scores followed in training." if trained else ""
+    others = " They come from other, more sequences than the scores followed in training." if trained else ""
     note = (
-        f'<p class="soft">Scores are shares, from 0 to 1.{others} A head has a role if its score exceeds the null, the '
-        "score that heads without it may reach. A weak role, in grey, exceeds it by less than a tenth of what is left "
-        "to 1, or is not above what is usual in its model. A click on a column's name sorts by it.</p>"
+        f'<p class="soft">Scores are shares from 0 to 1.{others} A head has a role if its score exceeds the null, the '
+        "score that heads without the role can reach. A weak role (grey) exceeds the null by less than a tenth "
+        "of the distance from the null to 1, or is not unusual in its model. Click a column name to sort.</p>"
     )
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(map(_head_row, heads))}</tbody></table>"
     return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
@@ -148,7 +148,9 @@ def _head_row(row: Mapping[str, Any]) -> str:
     marks += [(score, "seed", f"score: {_digits(score)}")] if _is_number(score) else []
     cells = "".join(f'<td class="number">{escaped(row[key])}</td>' for key in ("seed", "layer", "head"))
     clear = not (row["role"] == MIXED or row["role"].startswith(WEAK))
-    small = _is_number(score) and _is_number(null) and score < null + RISE * (1 - null)  # of older runs, too
+    small = (
+        _is_number(score) and _is_number(null) and score < null + RISE * (1 - null)
+    )  # older runs may have such heads without the label
     style = "" if clear and not small else ' class="soft"'
     cells += f"<td{style}>{escaped(plain(row['role']))}</td>"
     for value, places in ((score, ".3f"), (null, ".3f"), (p_value, ".3g")):
@@ -169,7 +171,7 @@ def controls_table(controls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def about_section(environment: Mapping[str, object], config: Mapping[str, Any]) -> str:
-    """The versions, and the config."""
+    """The versions and the config."""
     versions = {name: "–" if value is None else value for name, value in environment.items()}
     tables = f"<h2>Environment</h2>{_pairs(versions)}<h2>Config</h2>{_pairs(_flat(config))}"
     return f'<section id="about">{tables}</section>'

@@ -10,7 +10,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 DASHES = ((), (5, 1.5), (1.5, 1.5), (5, 1.5, 1.5, 1.5))
 INK, FAINT = "#222222", "#999999"
 STOPS = ("#f7fbff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # Brewer's "Blues", as in the page
-# Few enough levels that each has a name in the page, and that Matplotlib draws the bar of colours as shapes (below 50).
+# Few enough levels that each has a name in the page and that Matplotlib draws the colour bar as shapes (below 50).
 RAMP = LinearSegmentedColormap.from_list("ramp", STOPS, N=33)
 STYLE = {
     "font.size": 9,

@@ -9,7 +9,7 @@ from jattn_experiments.runs.findings import Findings
 
 
 def summary(findings: Findings) -> dict[str, Any]:
-    """A run's results by seed, in numbers of four digits; of heads six; of curves, grids and controls all."""
+    """A run's results by seed, with numbers of four digits (six for heads, all for curves, grids and controls)."""
     pairs = np.triu_indices(findings.divergence.shape[-1], 1)
     between = findings.divergence[:, :, pairs[0], pairs[1]]
     return {

@@ -1,4 +1,4 @@
-"""Figures as SVG: tooltips in the file, and the element for the page in the page's own font and colours."""
+"""Figures as SVG: tooltips in the file, and the page's element in the page's font and colours."""
 
 import re
 from xml.etree import ElementTree
@@ -9,7 +9,7 @@ from jattn_experiments.run_page.style import FAINT, INK, PALETTE, RAMP, STYLE
 
 SVG, LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
 SHADES = [to_hex(RAMP(level)) for level in range(RAMP.N)]
-NAMES = {  # in the page's style sheet, of the colours of the figures
+NAMES = {  # names in the page's style sheet for the figures' colours
     **{"#ffffff": "page", INK: "ink", "#000000": "ink", FAINT: "soft"},
     **{STYLE["axes.edgecolor"]: "soft", STYLE["grid.color"]: "rule"},
     **{colour.lower(): f"c{index}" for index, colour in enumerate(PALETTE)},
@@ -21,7 +21,7 @@ KEPT = "steps"  # begins the names that the page's script looks for
 
 
 def shades() -> str:
-    """The variables ``--s0`` and on: colours between the stops ``--r0`` to ``--r4`` of the page."""
+    """The variables ``--s0``, ``--s1``, ...: colours between the stops ``--r0`` to ``--r4`` of the page."""
     mixed = []
     for level in range(RAMP.N):
         low, share = divmod(4 * level / (RAMP.N - 1), 1)
@@ -30,7 +30,7 @@ def shades() -> str:
 
 
 def with_tooltips(svg: bytes) -> bytes:
-    """A url is the only text of a mark that Matplotlib writes, as a link around it; here it becomes a tooltip."""
+    """Turns links into tooltips. Matplotlib writes no text for a mark except its url, as a link around it."""
     return re.sub(rb'<a xlink:href="([^"]*)"[^>]*>', rb"<g><title>\1</title>", svg).replace(b"</a>", b"</g>")
 
 
@@ -43,7 +43,10 @@ def inline(svg: str, name: str) -> str:
     for parent in list(root.iter()):
         for child in list(parent):
             background = child.get("style") == "fill: #ffffff"
-            if background or child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):  # that style would be the page's
+            if background or child.tag in (
+                f"{{{SVG}}}metadata",
+                f"{{{SVG}}}style",
+            ):  # that style would apply to the page
                 parent.remove(child)
     styles = {f"#{element.get('id')}": element.get("style") for element in root.iter()}
     used = {target for element in root.iter() for value in element.attrib.values() for target in TARGET.findall(value)}
@@ -59,7 +62,9 @@ def inline(svg: str, name: str) -> str:
         element.attrib.update(dressed)
         element.text, element.tail = (text if text and text.strip() else None for text in (element.text, element.tail))
     del root.attrib["width"], root.attrib["height"]
-    width = float(root.attrib["viewBox"].split()[2])  # in points, of which text has 7 to 10: 10 to 14 pixels at most
+    width = float(
+        root.attrib["viewBox"].split()[2]
+    )  # in points; text has 7 to 10 points, which is 10 to 14 pixels at most
     root.attrib |= {"role": "img", "aria-labelledby": f"{name}-title", "style": f"max-width: {1.4 * width:g}px"}
     ElementTree.register_namespace("", SVG)
     text = ElementTree.tostring(root, encoding="unicode").replace(" />", "/>")
@@ -71,7 +76,7 @@ def _dressed(key: str, value: str, name: str) -> str:
     """The value of an attribute as the page needs it."""
     if key == "id":
         return f"{name}-{value}"
-    if key in ("d", "x", "y"):  # a tenth of a point is not seen, and many digits make a large page
+    if key in ("d", "x", "y"):  # a tenth of a point is invisible, and many digits make a large page
         value = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), value)
         return re.sub(r"\s*([A-Zz])\s*", r"\1", value).strip()
     if key == "style":

@@ -21,7 +21,7 @@ def show(findings: Findings) -> None:
     shown = findings.heads
     if len(shown) > MANY:
         shown = [row for row in shown if row["role"] != MIXED and not row["role"].startswith(WEAK)]
-        heads.caption = f"and {len(findings.heads) - len(shown)} mixed or weak heads, which the report lists"
+        heads.caption = f"{len(findings.heads) - len(shown)} mixed or weak heads are only in the report"
     for row in shown:
         numbers = (f"{row[key]:.3f}" for key in ("score", "null", "p_value"))
         heads.add_row(*(str(row[key]) for key in ("seed", "layer", "head", "role")), *numbers)
@@ -31,8 +31,8 @@ def show(findings: Findings) -> None:
         reference = f"{best(row['reference']):.4g}" if row["reference"] else "–"
         threshold = f"{row['side']} {row['threshold']:g}"
         claims.add_row(row["name"], _worst(row, row), threshold, reference, _passed(row), _verdict(row))
-    again = Table("claim", "worst", "seeds", "", "again", title="the same on fresh seeds", title_justify="left")
-    again.caption = "again: the probability that as many other seeds as the first would pass, by the first ones"
+    again = Table("claim", "worst", "seeds", "", "again", title="claims on fresh seeds", title_justify="left")
+    again.caption = "again: the probability that the claim holds on as many other seeds, estimated from the first ones"
     for row in findings.claims:
         if fresh := row.get("replication"):
             sure = "–" if row["again"] is None else f"{row['again']:.0%}"
@@ -45,7 +45,7 @@ def show(findings: Findings) -> None:
 
 
 def _worst(claim: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    worst = np.min if claim["side"] == "at least" else np.max  # Python's lose NaN
+    worst = np.min if claim["side"] == "at least" else np.max  # Python's min and max lose NaN
     return f"{worst(row['values']):.4g}"
 
 

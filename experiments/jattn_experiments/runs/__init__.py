@@ -1,1 +1,1 @@
-"""What every run has: a folder and its contents, devices, and terminal output."""
+"""The parts that all runs share: a folder and its contents, devices, and terminal output."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run. The only file that knows Orbax."""
+"""Checkpoints of a run. Only this file uses Orbax."""
 
 import hashlib
 import io
@@ -18,8 +18,8 @@ from orbax.checkpoint import v1
 from jattn_experiments.runs import devices, stopping
 from jattn_experiments.runs.folder import Damaged, read_json
 
-# Orbax logs every save and, also through asyncio, every interruption. A run shows a progress bar for the first and one
-# line for the second.
+# Orbax logs every save and, also through asyncio, every interruption. A run shows a progress bar instead, and one
+# line after an interruption.
 for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -29,9 +29,9 @@ _ARRAYS, _CONTENTS = "arrays", "contents.json"
 class Checkpoints:
     """The checkpoints in one folder; the newest ``keep`` are kept, or all for 0.
 
-    A checkpoint is a folder named after its step. Orbax writes the arrays. A file next to them holds digests of all
-    files, verified before Orbax reads any, and metadata. A checkpoint is written under another name and renamed, so
-    it is complete or absent. All processes of a run write it together.
+    A checkpoint is a folder named after its step. Orbax writes the arrays. Another file holds metadata and digests of
+    all files, which are verified before Orbax reads any. A checkpoint is written under another name and then renamed,
+    so it is either complete or absent. All processes of a run write it together.
     """
 
     def __init__(self, folder: Path, keep: int = 2):
@@ -59,7 +59,7 @@ class Checkpoints:
         unfinished, error = self._folder / f"{step}.tmp", None
         stderr, sys.stderr = sys.stderr, _OfMainThread(sys.stderr)
         try:
-            with stopping.held():  # Orbax leaves half-made event loops behind
+            with stopping.held():  # an interrupted Orbax leaves unfinished event loops behind
                 v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
             if devices.is_first():
                 contents = {"files": _digests(unfinished), "beside": beside or {}}
@@ -71,10 +71,10 @@ class Checkpoints:
             stopping.check()  # a signal may have caused it
             error = wrong
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
-        if error is None:  # otherwise threads go on failing until the program ends
+        if error is None:  # after an error, threads keep failing until the program ends
             sys.stderr = stderr
         if not devices.everywhere(error is None):
-            reason = _first_line(error) if error else "by another process"
+            reason = _first_line(error) if error else "another process failed"
             raise OSError(f"the checkpoint of step {step} could not be written: {reason}") from error
 
     def load(self, step: int, like: Any) -> Any:
@@ -89,8 +89,8 @@ class Checkpoints:
     ) -> tuple[int, Any]:
         """The step and state of the newest intact checkpoint; 0 and ``like`` if nothing was saved yet.
 
-        Newer, unusable checkpoints are moved to ``damaged/`` next to the folder, to make room for new ones; unfinished
-        ones are removed. All processes call it together.
+        Newer checkpoints that are unusable are moved to ``damaged/`` next to the folder to make room for new ones.
+        Unfinished ones are removed. All processes call it together.
 
         Args:
             like: A state of the same structure, shapes, dtypes and shardings.
@@ -113,12 +113,14 @@ class Checkpoints:
             if not reason:
                 if number:
                     self._set_aside(steps[:number])
-                    say(f"{self._folder.parent}: resumes from the older checkpoint of step {step}")
+                    say(f"{self._folder.parent}: resuming from the older checkpoint of step {step}")
                 return step, state
             if number + 1 < len(steps):
                 say(reason)
         if steps:
-            others = f"; no older one is usable (step {steps[-1]})" if len(steps) > 1 else ""
+            others = (
+                f"; no older checkpoint is usable either (the oldest is step {steps[-1]})" if len(steps) > 1 else ""
+            )
             raise Damaged(f"{reason}{others}; remove {self._folder.parent} to start over")
         return 0, like
 
@@ -145,11 +147,11 @@ class Checkpoints:
             try:
                 with stopping.held():
                     state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
-            except Exception as wrong:  # whatever Orbax and TensorStore raise for another version's arrays
+            except Exception as wrong:  # Orbax and TensorStore raise many types for another version's arrays
                 stopping.check()  # a signal may have caused it
                 error = f"{folder}: the checkpoint cannot be read: {_first_line(wrong)}"
         if not devices.everywhere(state is not None):
-            raise Damaged(error or f"{folder}: the checkpoint cannot be read by another process")
+            raise Damaged(error or f"{folder}: another process cannot read the checkpoint")
         return state, words
 
 
@@ -166,17 +168,17 @@ def named(run: str) -> tuple[Path, Checkpoints, int]:
     before, at, after = run.rpartition("@")
     folder = Path(before if at else after)
     if not (folder / "checkpoints").is_dir():
-        raise ValueError(f"expected the folder of a run that trains, got {str(folder)!r}")
+        raise ValueError(f"expected the folder of a training run, got {str(folder)!r}")
     checkpoints = Checkpoints(folder / "checkpoints")
     steps = checkpoints.steps
     if not steps or (at and after not in map(str, steps)):
-        more = "; train.keep=0 keeps every one" if steps else ""
+        more = "; train.keep=0 would keep all of them" if steps else ""
         raise ValueError(f"{folder}: expected one of its checkpoints, {steps}, got {after if at else None}{more}")
     return folder, checkpoints, int(after) if at else steps[-1]
 
 
 class _OfMainThread(io.TextIOBase):
-    """What the main thread writes to a stream. When a save fails, each of TensorStore's threads prints a traceback."""
+    """A stream that drops other threads' output. When a save fails, each TensorStore thread prints a traceback."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -189,7 +191,7 @@ class _OfMainThread(io.TextIOBase):
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file below a folder."""
+    """The SHA-256 of each file in a folder and its subfolders."""
     digests = {}
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         with file.open("rb") as stream:
@@ -200,7 +202,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _checked(folder: Path) -> dict[str, str]:
     """A checkpoint's metadata. Raises ``Damaged`` if its files are not what was written."""
     if not (folder / _CONTENTS).is_file():
-        raise Damaged(f"{folder}: the checkpoint has no {_CONTENTS}: it is another version's, or damaged")
+        raise Damaged(f"{folder}: the checkpoint has no {_CONTENTS}: it is damaged, or from another version")
     contents = read_json(folder / _CONTENTS, dict, "the digests of a checkpoint")
     files, words = contents.get("files"), contents.get("beside")
     if not isinstance(files, dict) or not isinstance(words, dict):

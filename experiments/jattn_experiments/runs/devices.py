@@ -1,4 +1,4 @@
-"""Where a run computes: its mesh of devices, what each device holds, and the processes that share the work.
+"""The devices of a run: its mesh, what each device holds, and the processes that share the work.
 
 The mesh has the axes of ``config.Mesh``. Batches are split over "data" and tokens over "sequence"; the parameters of
 attention and their optimizer moments over "heads". Everything else is replicated. Attention defines its own
@@ -36,7 +36,7 @@ _HEARTBEAT = 20
 def start(settings: config.Config, processes: config.Processes | None) -> None:
     """Makes JAX provide the devices of the mesh; call it before JAX initializes its devices.
 
-    By default JAX treats a CPU as one device. GPUs and TPUs are unaffected. Raises ``ValueError`` if the other
+    By default JAX treats a CPU as one device. This does not affect GPUs and TPUs. Raises ``ValueError`` if the other
     processes were not found.
     """
     size = max(one.mesh.size for one in (settings, *config.variants(settings).values()))
@@ -52,11 +52,11 @@ def start(settings: config.Config, processes: config.Processes | None) -> None:
 def _join(processes: config.Processes) -> None:
     """Waits for the other processes."""
     named = processes.coordinator, processes.num_processes, processes.process_id
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from ``stopping``
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM, which ``stopping`` handles
     try:
         jax.distributed.initialize(*named, heartbeat_timeout_seconds=_HEARTBEAT)
     except (RuntimeError, ValueError) as error:
-        hint = "give --coordinator, --num_processes and --process_id" if named[0] is None else f"got {named}"
+        hint = "try --coordinator, --num_processes and --process_id" if named[0] is None else f"got {named}"
         raise ValueError(f"--distributed: {str(error).splitlines()[0]} ({hint})") from None
 
 
@@ -67,10 +67,10 @@ def check(settings: config.Config) -> None:
         shape = f"data={mesh.data} x heads={mesh.heads} x sequence={mesh.sequence}"
         where = f"{there} {jax.default_backend()} devices"
         if mesh.size > there:
-            raise ValueError(f"mesh: expected at most the {where}, got {shape} of {one.name}")
+            raise ValueError(f"mesh: expected at most {where}, got {shape} for {one.name}")
         if mesh.size < there and jax.process_count() > 1:
             processes = f"{jax.process_count()} processes"
-            raise ValueError(f"mesh: expected all {where} of the {processes}, got {shape} of {one.name}")
+            raise ValueError(f"mesh: expected all {where} of the {processes}, got {shape} for {one.name}")
 
 
 def make(options: config.Mesh) -> Mesh:
@@ -80,9 +80,9 @@ def make(options: config.Mesh) -> Mesh:
 
 
 def meet(mesh: Mesh) -> None:
-    """Makes the processes connect, in every group of devices along the axes; each calls it before it compiles for long.
+    """Connects the processes in every group of devices along the axes. Each process calls it before a long compilation.
 
-    On CPUs, Gloo fails if the first and the last process of a new group come to communicate 30 seconds apart.
+    On CPUs, Gloo fails if the processes of a new group start to communicate more than 30 seconds apart.
     """
     if jax.process_count() == 1:
         return
@@ -133,10 +133,10 @@ def split(mesh: Mesh, batch: Any) -> Any:
 
 
 def over_seeds(mesh: Mesh, function: Callable[..., Any], *arrays: Any) -> Any:
-    """``function`` of each seed's part of ``arrays``, whose leaves have a leading axis of seeds.
+    """Applies ``function`` to each seed's part of ``arrays``; leaves have a leading axis of seeds.
 
-    One after another on a single CPU device, whose caches hold what one seed computes but not all of them; elsewhere
-    side by side.
+    On a single CPU device the seeds run one after another, because its caches hold the work of one seed but not of all.
+    On other devices they run in parallel.
     """
     if mesh.size == 1 and mesh.devices.item().platform == "cpu":
         return jax.lax.map(lambda one: function(*one), arrays)
@@ -144,7 +144,7 @@ def over_seeds(mesh: Mesh, function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def on_one(mesh: Mesh, tree: Any) -> Any:
-    """Arrays of the mesh as arrays on this process's first device, for single-device work."""
+    """Copies arrays of the mesh to this process's first device, for single-device work."""
     if mesh.size == 1:
         return tree
     here = jax.tree.map(lambda leaf: leaf.addressable_data(0), jax.device_put(tree, whole(mesh)))
@@ -181,12 +181,12 @@ def environment(seconds: float) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that jattn is imported from, "-dirty" if files differ from it; None without one."""
+    """The commit of the checkout that jattn is imported from, with "-dirty" if files differ; None if there is none."""
     root = Path(jattn.__file__).parents[1]
-    if not (root / ".git").exists():  # where jattn is installed, git would name a commit of whatever is around it
+    if not (root / ".git").exists():  # for an installed jattn, git would name the commit of some surrounding repository
         return None
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # no git, or one that does not trust the folder
+    except (OSError, subprocess.SubprocessError):  # git is missing, or does not trust the folder
         return None

@@ -1,4 +1,4 @@
-"""What one run found: exactly what the report, the figures and the claims read.
+"""The findings of one run: everything that the report, the figures and the claims read.
 
 Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps of looks at the heads (the first is 0, before training),
 ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X`` steps of the examples' weights,
@@ -26,7 +26,7 @@ class Findings:
     """
 
     name: str  # of the experiment, as in its config
-    description: str  # one or two sentences for the top of the report
+    description: str  # a short text for the top of the report
     config: dict[str, Any]  # the resolved config
     environment: dict[str, str | None]  # versions, the commit of jattn, device, seconds
     seeds: list[int]
@@ -44,12 +44,12 @@ class Findings:
     example_weights: np.ndarray  # [X,I,L,N,T,T] weights of the first seed on each example
     mean_weights: np.ndarray  # [2,L,N,T,T] weights of the first seed, averaged over a batch
     divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
-    # [R,2,L*N] the same between two halves of the batch, for each head: the noise floor of divergence
+    # [R,2,L*N] the same for each head, between two halves of the batch: the noise floor of divergence
     noise: np.ndarray
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
     groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off
-    # into "key", "query" -> [L,N]: by how much the mean score of induction heads falls if they read a head's output
+    # into "key", "query" -> [L,N]: how much the mean score of induction heads falls if they read a head's output
     # from another sequence there; empty unless measured
     paths: Mapping[str, np.ndarray]
     # rows {seed, layer, head, role, score, null, p_value}: null is the score that heads without the role may reach, a
@@ -63,12 +63,12 @@ class Findings:
     # holds}: values per seed, reference what they are compared with (untrained models, or what reference_name says),
     # passed and failed the seeds, side "at least" or "at most"
     claims: list[dict[str, Any]]
-    # a line for each option that differs from the config of that name that comes with jattn
+    # a line for each option that differs from jattn's config of the same name
     changed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """The name for people to read, with a word if options differ from the config that comes with jattn."""
+        """The name for people to read, marked if options differ from jattn's config of the same name."""
         return plain(self.name) + " (changed)" * bool(self.changed)
 
     def save(self, folder: Path) -> None:
@@ -108,7 +108,7 @@ class Findings:
         fields = read_json(folder / "findings.json", dict, "the findings of a run")
         content = (folder / "findings.npz").read_bytes()
         if fields.pop("sha256", None) != _digest(fields, content):
-            raise Damaged(f"{folder / 'findings.json'}: the findings are not what was written, or another version's")
+            raise Damaged(f"{folder / 'findings.json'}: the findings are damaged, or from another version")
         fields = {name: {} for name in NAMED} | fields
         with np.load(io.BytesIO(content)) as arrays:
             for name in arrays:

@@ -14,7 +14,7 @@ except ImportError:  # Windows: no locks
     fcntl = None
 
 
-# Where results are kept: in the checkout, or in the current folder where jattn was installed without one.
+# Where results are kept: in the checkout, or for an installed jattn in the current folder.
 _IN_CHECKOUT = Path(__file__).parents[3] / "experiments" / "results"
 RESULTS = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else Path("results")
 
@@ -24,12 +24,12 @@ class Busy(Exception):
 
 
 class Damaged(Exception):
-    """A file in the folder is not what was written; one line."""
+    """A file in the folder is not what was written. The message is one line."""
 
 
 @contextlib.contextmanager
 def owned(out: Path) -> Iterator[None]:
-    """Within it, locks every other process out of ``out``; creates the folder if it is missing.
+    """A context that locks every other process out of ``out``. It creates the folder if it is missing.
 
     The kernel releases the lock when the process ends, however it ends.
 
@@ -45,7 +45,9 @@ def owned(out: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             owner = file.read(20).strip() or "unknown"
-            raise Busy(f"expected a folder that no other run uses, got {str(out)!r}, of process {owner}") from None
+            raise Busy(
+                f"expected a folder that no other run uses, got {str(out)!r}, which process {owner} uses"
+            ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -58,7 +60,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Writes each file atomically, and none if a full disk has no room for all: they are moved once all are written."""
+    """Writes each file atomically, and none if the disk is too full for all: files are moved once all are written."""
     unfinished = {file.with_name(file.name + ".tmp"): file for file in contents}
     try:
         for beside, file in unfinished.items():

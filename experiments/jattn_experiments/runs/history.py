@@ -1,4 +1,4 @@
-"""What a run writes while it trains: ``metrics.jsonl`` and ``looks/STEP.npz``."""
+"""The files that a run writes while it trains: ``metrics.jsonl`` and ``looks/STEP.npz``."""
 
 import hashlib
 import io
@@ -54,12 +54,15 @@ class History:
             return str(wrong)
         for kind, digest in self.digests().items():
             if words.get(kind) != digest:
-                where, wrong = self.lines if kind == "metrics" else self.looks, "cut, doubled or changed"
-                return f"{where}: expected what was written up to step {step}, got something else: {wrong}"
+                where, wrong = (
+                    self.lines if kind == "metrics" else self.looks,
+                    "lines or looks were removed, repeated or changed",
+                )
+                return f"{where}: expected the contents written up to step {step}, got other contents; {wrong}"
         return ""
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the lines and of the looks written so far, for a checkpoint to keep."""
+        """SHA-256 of the lines and of the looks written so far, to keep in a checkpoint."""
         return {"metrics": self._hashed_lines.hexdigest(), "looks": self._hashed_looks.hexdigest()}
 
     def _hash(self, step: int) -> None:
@@ -146,14 +149,14 @@ class History:
 
 
 class Clock:
-    """Total seconds of all processes that worked on a run and were not killed. ``Damaged`` if it is not a number."""
+    """Total seconds of all processes that worked on a run and were not killed. Raises ``Damaged`` if not a number."""
 
     def __init__(self, out: Path):
         self._file, self._started = out / "seconds.json", time.monotonic()
         self._before = read_json(self._file, float, "a number of seconds") if self._file.exists() else 0.0
 
     def stop(self) -> float:
-        """The total including this process, saved for the next."""
+        """The total including this process, saved for the next process."""
         seconds = self._before + time.monotonic() - self._started
         write_atomically(self._file, json.dumps(seconds).encode())
         return seconds

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and aborts of JAX: one line, an intact terminal, and a run that can resume."""
+"""Handles Ctrl-C, SIGTERM and aborts of JAX with one line, an intact terminal, and a run that can resume."""
 
 import contextlib
 import ctypes
@@ -37,7 +37,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Within ``stoppable``, the first signal waits for its end, for libraries that an exception at any line breaks.
+    """Within ``stoppable``, delays the first signal to the end, for libraries that an exception at any line breaks.
 
     A second signal does not wait.
     """
@@ -51,7 +51,7 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within it, SIGINT and SIGTERM raise ``Stopped``, so that resources are closed; main thread only."""
+    """A context in which SIGINT and SIGTERM raise ``Stopped``, so that resources are closed; main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         _signals.append(number)
@@ -61,7 +61,7 @@ def stoppable() -> Iterator[None]:
     _signals.clear()
     before = {}
     for one in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(one) != signal.SIG_IGN:  # set by nohup and for a shell's background jobs
+        if signal.getsignal(one) != signal.SIG_IGN:  # nohup and background jobs of a shell ignore signals
             before[one] = signal.signal(one, stop)
     try:
         yield
@@ -72,19 +72,19 @@ def stoppable() -> Iterator[None]:
 
 
 def abort_in_one_line() -> None:
-    """Replaces how JAX ends a process that lost another: pages of its log, and SIGABRT. Call it before importing JAX.
+    """Replaces pages of log and SIGABRT when JAX loses another process. Call it before importing JAX.
 
-    JAX notices the loss on a thread of its own. An error in Python may come first, later or never.
+    JAX notices the loss on a separate thread. An error in Python may come earlier, later or never.
     """
-    if os.environ.get(_LOG_LEVEL, "1") == "1":  # what JAX sets, too, for child processes
-        os.environ[_LOG_LEVEL] = "4"  # hides even the last words of an abort
+    if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX sets the same value, and child processes inherit it
+        os.environ[_LOG_LEVEL] = "4"  # hides even the last messages of an abort
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _aborted)  # Python's own handlers wait for the main thread
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
-    """On the thread that aborts: returning would end the process by the signal."""
-    time.sleep(1)  # the main thread knows more, if it has an error, and leaves
-    line = f"JAX ended this process, usually because another is lost or missing ({_LOG_LEVEL}=0 shows why)"
+    """Runs on the thread that aborts. Returning would end the process by the signal."""
+    time.sleep(1)  # if the main thread has an error, it reports that and exits
+    line = f"JAX ended this process, usually because another process died or is missing ({_LOG_LEVEL}=0 shows why)"
     os.write(2, f"error: stopped: {line}; {RESTART}\n".encode())  # a save may have replaced sys.stderr
     os._exit(1)

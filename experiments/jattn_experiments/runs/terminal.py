@@ -1,4 +1,4 @@
-"""Terminal output; a reader that stops (``| head -1``) stops nothing."""
+"""Terminal output that tolerates a reader that stops early, such as ``| head -1``."""
 
 import contextlib
 import os
@@ -12,25 +12,25 @@ class Terminal(Console):
     """A console on stdout that tolerates a closed pipe."""
 
     def on_broken_pipe(self) -> None:
-        """Shows nothing more; Rich would end the program."""
+        """Discards further output; Rich would end the program."""
         self.quiet = True
         drop_output()
 
 
 def drop_output() -> None:
-    """Discards all further output, including what is not flushed yet."""
+    """Discards all further output, including output that is not flushed yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 class Refused(Exception):
-    """Why a command does not do what it was called for, in one line; ``main`` prints it and returns status 2."""
+    """The reason why a command cannot run, in one line. ``main`` prints it and returns status 2."""
 
 
 @contextlib.contextmanager
 def refusing(option: str, *errors: type[Exception]) -> Iterator[None]:
-    """Within it, these errors are the fault of an option: ``Refused``."""
+    """A context in which these errors become ``Refused``, as faults of an option."""
     try:
         yield
     except errors as wrong:
