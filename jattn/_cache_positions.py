@@ -1,4 +1,4 @@
-"""Positions that are counted within a cache which keeps its first tokens (``init_cache(first_tokens=...)``)."""
+"""Counts positions within a cache that keeps its first tokens (``init_cache(first_tokens=...)``)."""
 
 import math
 from collections.abc import Callable
@@ -21,12 +21,12 @@ def positions_within(
 ) -> tuple[Array, Array]:
     """``query [B,T,N,H]`` and ``key [B,S,K,H]``, rotated so that first tokens are never ``capacity`` tokens away.
 
-    A query at position t is rotated by ``min(t, C-1)`` for the keys of first tokens, by t for others. All but the
-    former are counted from the first query's place in the cache, so no angle grows with the text. One query has
-    the same position for both. Of several, both rotations are features, 2H of them, where a key has zeros in one half;
-    unless the scores are ``scaled`` by a number, the query is multiplied by the square root of 2, for the default
-    scale. ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text; ``cache``:
-    before the chunk.
+    A query at position t is rotated by ``min(t, C-1)`` for the keys of first tokens, and by t for other keys, counted
+    from the first query's place in the cache, so that no angle grows with the text. A single query has the same
+    position for both. Several queries hold both rotations as 2H features, and each key has zeros in one half. Unless
+    the scores are ``scaled`` by a number, the query is multiplied by the square root of 2, for the default scale.
+    ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text; ``cache``: before
+    the chunk.
     """
     farthest = cache.capacity - 1
     length = jnp.asarray(cache.length).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the NNX and Linen modules share: the arguments of Flax's ``MultiHeadAttention`` and ``attention_fn``."""
+"""Handles the arguments of Flax's ``MultiHeadAttention`` and ``attention_fn`` for both the NNX and Linen modules."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
     names = ("key", "value", "length")
     if saved.get("first_tokens", 0) != cache.first_tokens:
         raise ValueError(
-            f"the cache was saved with first_tokens={saved.get('first_tokens', 0)}, and is restored into one with "
-            f"{cache.first_tokens}"
+            f"the cache was saved with first_tokens={saved.get('first_tokens', 0)}, but is restored into one with "
+            f"first_tokens={cache.first_tokens}"
         )
     if cache.sharding is None:
         parts = {name: jnp.asarray(saved[name]) for name in names}
@@ -43,7 +43,7 @@ def _saved(cache: KVCache) -> dict[str, Any]:
     return saved | ({"first_tokens": cache.first_tokens} if cache.first_tokens else {})
 
 
-# Here and not beside the class, so that `import jattn` does not import Flax.
+# Here and not next to the class, so that `import jattn` does not import Flax.
 serialization.register_serialization_state(KVCache, _saved, _restored)
 
 
@@ -62,9 +62,9 @@ def attend_as_flax(
 ) -> Any:
     """``attend_heads`` with Flax's arguments: a mask array of any dtype, and dropout unless ``deterministic``.
 
-    ``input_positions`` are what ``position`` applies, as in Flax: masks, score functions and dropout see slots, so that
-    tables of documents and windows hold for positions that start again. With another number of keys than of queries,
-    they also say where these queries are among the keys. ``options`` and the result are those of ``attend_heads``.
+    ``input_positions`` apply to ``position`` only, as in Flax. Masks, score functions and dropout see slots, so that
+    tables of documents and windows stay valid for positions that start again. If there are not as many keys as queries,
+    they also say where the queries are among the keys. ``options`` and the result are those of ``attend_heads``.
     """
     query, key, value = common_dtype(query, key, value, dtype)
     if deterministic or dropout_rate == 0.0:
@@ -86,8 +86,8 @@ def _at_positions(
     """``position`` at these positions, ``[T]`` or ``[..., T]`` of the ``axes``, in place of the slots."""
     if position is None:
         raise ValueError(
-            "input_positions are for position=, such as Rotary(), and this layer has none; masks and score functions "
-            "see slots (jattn.dot_product_attention takes query_positions= and kv_positions= for them)"
+            "input_positions are for position=, such as Rotary(), but this layer has position=None. Masks and score "
+            "functions see slots; jattn.dot_product_attention takes query_positions= and kv_positions= for them"
         )
     *lead, T = axes
     positions = jnp.asarray(one_batch_axis(positions, tuple(lead), 1))
@@ -130,7 +130,7 @@ def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     known = CallOptions.__optional_keys__
     for name in options.keys() - known:
         meant = unknown_keyword(name, ["mask", "is_causal", "sow_weights", *known])
-        raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
+        raise TypeError(f"{meant}; in addition to Flax's own, a call takes {', '.join(sorted(known))}")
     return {**options, "score_mod": score_mod if options.get("score_mod") is None else options["score_mod"]}
 
 
@@ -198,7 +198,7 @@ def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None)
     """Flax's defaults for ``inputs_k`` and ``inputs_v``."""
     if inputs_k is None:
         if inputs_v is not None:
-            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and omit inputs_v")
+            raise ValueError("inputs_v is given without inputs_k: pass the shared input as inputs_k and omit inputs_v")
         return inputs_q, inputs_q
     return inputs_k, inputs_k if inputs_v is None else inputs_v
 
@@ -209,7 +209,7 @@ def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construct
         return True
     chosen = at_construction if at_call is None else at_call
     if chosen is None:
-        raise ValueError("with dropout, pass deterministic=True or False, at construction or at the call")
+        raise ValueError("dropout_rate is not 0: pass deterministic=True or False to the constructor or the call")
     return chosen
 
 
@@ -237,7 +237,7 @@ def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
 def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     """Flax's protocol for an ``attention_fn`` that takes no cache: ``(key, value, mask, cache)``.
 
-    Key and value have all slots, and the mask array shows each token the slots up to its own.
+    Key and value contain all slots, and the mask array lets each token see the slots up to its own.
     """
     if callable(mask):
         raise ValueError("a custom attention_fn decodes with Flax's mask arrays; pass the mask as an array")
@@ -255,6 +255,6 @@ def refuse_extras(attention_fn: AttentionFunction, **extras: Any) -> None:
     names = [name for name, value in extras.items() if value is not None]
     if names:
         raise ValueError(
-            f"{', '.join(names)}: only for jattn's own attention_fn, but this module calls "
-            f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets Flax's keywords"
+            f"{', '.join(names)}: only jattn's own attention_fn takes them, but this module calls "
+            f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets only Flax's keywords"
         )

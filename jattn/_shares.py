@@ -1,4 +1,4 @@
-"""Arrays ``[B,C,K,...]`` whose slots are shared out over the devices of a mesh: those of a sharded key-value cache.
+"""Shards the slots of arrays ``[B,C,K,...]`` over the devices of a mesh, for sharded key-value caches.
 
 A ``NamedSharding`` names the mesh axes of B, C and K; further axes are whole. Each function moves tokens between the
 devices as far as needed and never puts all slots, or a whole chunk that was sharded, on one device.

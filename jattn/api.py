@@ -1,4 +1,4 @@
-"""``dot_product_attention``: checks its input, chooses an implementation and calls it."""
+"""Defines ``dot_product_attention``, its weights, folds over the weights, and ``explain``."""
 
 import dataclasses
 from typing import Any, Literal, SupportsIndex, Unpack, overload
@@ -78,30 +78,34 @@ def dot_product_attention(
 
     Args:
         query: ``[B,T,N,H]`` or ``[T,N,H]``, floating.
-        key, value: ``[B,S,K,H]`` and ``[B,S,K,D]`` (or without B), of query's dtype; N is a multiple of K.
-        bias: added to the scores; broadcastable to ``[B,N,T,S]``; of rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
-        mask: True where a query sees a key: a bool array like ``bias``, a ``jattn.masks.Mask``, or a function
-            ``(b, h, q_idx, kv_idx) -> bool``.
+        key, value: ``[B,S,K,H]`` and ``[B,S,K,D]`` (or without B), in query's dtype; N is a multiple of K.
+        bias: floats added to the scores. They broadcast to ``[B,N,T,S]``; rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
+        mask: True where a query sees a key. A bool array with shapes like ``bias``, a ``jattn.masks.Mask``, or a
+            function ``(b, h, q_idx, kv_idx) -> bool``.
         scale: factor on the scores; ``1 / sqrt(H)`` by default.
-        is_causal: a query sees keys at or before its own position. If T differs from S, that is top-left aligned, as in
-            ``jax.nn`` and PyTorch; flash-attn is bottom-right aligned: ``query_positions=np.arange(S - T, S)``.
-        query_seq_lengths, key_value_seq_lengths: integers ``[B]``; later slots are not seen and see nothing.
-        local_window_size: ``(left, right)``, or one number for both: how many keys a query sees to either side besides
-            its own, as in ``jax.nn``. Mistral's ``sliding_window`` of 4096, which counts it, is ``(4095, 0)``.
-        implementation: a name from ``explain``; None picks one. Or an object with ``unsupported_reason`` and ``run``,
-            such as a ``jattn.sharding.Ring``.
-        return_residual: also return the log-sum-exp.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in ``jattn.score_mods``.
-        query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``, within int32 (traced ones
-            beyond are clipped).
-        sinks: floats ``[N]``: a score for attending to nothing, part of the softmax's denominator and of the lse.
-            Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
-        dropout_rate, dropout_rng: the probability of dropping a weight, and the key, hashed with (b, h, q, kv).
+        is_causal: a query sees keys at or before its own position. If T differs from S, the mask is aligned top-left,
+            as in ``jax.nn`` and PyTorch. For flash-attn's bottom-right alignment, also pass
+            ``query_positions=np.arange(S - T, S)``.
+        query_seq_lengths, key_value_seq_lengths: integers ``[B]``, the lengths without padding. Queries in later slots
+            see nothing, and no query sees keys in later slots.
+        local_window_size: ``(left, right)``, or one number for both: how many keys a query sees before and after its
+            own, as in ``jax.nn``. Mistral's ``sliding_window`` of 4096 counts the query's own key: ``(4095, 0)``.
+        implementation: None picks one. Otherwise a name from ``jattn.explain``, or an object with
+            ``unsupported_reason`` and ``run``, such as a ``jattn.sharding.Ring``.
+        return_residual: also return the log-sum-exp of each row of scores.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, applied to ``scale * q·k + bias`` before the mask.
+        query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, and ``[S]`` or ``[B,S]``; by default 0, 1, 2, ...
+            They must fit int32; traced values outside are clipped.
+        sinks: floats ``[N]``, each head's score for attending to nothing. It adds to the softmax's denominator and the
+            lse. Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
+        dropout_rate: the probability of dropping a weight, in [0, 1], known while tracing.
+        dropout_rng: a key from ``jax.random.key``, required if the rate is not 0. A hash of this key and (b, h, q, kv)
+            decides whether a weight is dropped.
         broadcast_dropout: drop the same pairs (q, kv) in all heads of all sequences.
-        precision: the precision of the products, as in ``jax.numpy.einsum``.
+        precision: the ``jax.lax.Precision`` of both products, or what ``jax.numpy.einsum`` takes for it.
 
     Returns:
-        ``out [B,T,N,D]`` (or ``[T,N,D]``) in query's dtype; with ``return_residual``, ``(out, lse [B,T,N])``, lse in
+        ``out [B,T,N,D]`` (or ``[T,N,D]``) in query's dtype. With ``return_residual``, ``(out, lse [B,T,N])``: lse is
         float32 (float64 for float64 input) and differentiable. A query that sees no key has output 0 and lse -inf (in
         ``jax.nn``: the mean of all values and a finite lse).
 
@@ -176,8 +180,20 @@ def attention_weights(
 ) -> Array:
     """The weights ``[B,N,T,S]`` (or ``[N,T,S]``) of ``dot_product_attention``, before dropout; float32 (or float64).
 
-    Same arguments and errors. Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory
-    O(N·T·S). The output is bit-identical whether or not the weights are computed.
+    Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory is O(N·T·S). Computing the
+    weights leaves the output of ``dot_product_attention`` bit-identical.
+
+    Args:
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]`` (or without B), floating, of one dtype.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        sinks: floats ``[N]``, each head's score for attending to nothing.
+        options: the other keywords of ``dot_product_attention`` that change weights: ``scale``, ``score_mod``,
+            ``is_causal``, ``local_window_size``, ``query_seq_lengths``, ``key_value_seq_lengths``,
+            ``query_positions``, ``kv_positions``, ``precision``.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> query = key = jnp.zeros((1, 4, 2, 8))  # equal scores
@@ -206,30 +222,32 @@ def fold_weights(
 ) -> Any:
     """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory, at any length.
 
-    ``carry = step(carry, weights, q_idx, kv_idx)``, starting from ``init``, once per block that is not empty. The
+    Each block that is not empty updates the carry: ``carry = step(carry, weights, q_idx, kv_idx)``. The
     ``weights [t,s]`` are those of ``attention_weights``, in float32 (float64 for float64 input). ``q_idx [t,1]`` and
     ``kv_idx [1,s]`` are the slots of the block's rows and columns.
 
-    - Order and size of the blocks are unspecified, and blocks that the mask empties are skipped. So a step must leave
-      the carry unchanged where weights are 0.
+    - The order and size of the blocks are unspecified, and blocks that the mask empties are skipped. So a step must
+      leave the carry unchanged where weights are 0.
     - The last blocks may extend past T and S. Weights are 0 there and the slots are out of range: ``x.at[q_idx].add``
       drops them, and ``x[q_idx]`` reads the last entry.
-    - If a step only adds to the carry, reverse mode takes linear memory, too: no block is saved.
+    - If a step only adds to the carry, reverse mode also takes linear memory: no block is saved.
 
     Args:
-        step: the function; arrays that it captures are differentiated.
+        step: ``(carry, weights, q_idx, kv_idx) -> carry``; arrays that it captures are differentiated.
         init: the initial carry of each head, any pytree of arrays.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]`` (or without B), floating, of one dtype.
         lse: ``[B,T,N]`` (or ``[T,N]``), from ``return_residual=True``; computed if None. With the lse of a call with
             sinks, rows sum to the share that the sinks leave.
         implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
-        bias, mask, options: as in ``dot_product_attention``.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        options: the keywords of ``attention_weights`` except ``sinks``, such as ``scale`` and ``is_causal``.
 
     Returns:
         The final carries, each array with leading axes ``[B,N]`` (or ``[N]``).
 
     Raises:
-        ValueError, TypeError: as ``dot_product_attention``; ``lse`` has the wrong shape; a step changes its carry's
-            shapes or dtypes.
+        ValueError, TypeError: an argument has the wrong shape or dtype, or a step changes its carry's shapes or dtypes.
 
     Example:
         The weight that each key receives. A sum over keys would be ``carry.at[q_idx[:, 0]].add(weights.sum(1))``.
@@ -275,18 +293,27 @@ def explain(
     return_residual: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> str:
-    """The implementation that ``dot_product_attention`` picks for these arguments, and the reasons against the others.
+    """Says which implementation ``dot_product_attention`` picks for these arguments, and why it rejects the others.
 
-    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any array. ``platform``: ``"cpu"``, ``"gpu"`` or
-    ``"tpu"``, which need not be there; by default it answers for all of them. Raises the same errors, except
-    ``Unsupported``.
+    With a mask, the text also says what share of the score matrix the forward pass computes (the mean over sequences)
+    and the block size, if the implementation reports them. Blocks that traced arrays in a mask empty are known only
+    when the call runs; in an eager call, every array counts as traced. Under ``jit``, NumPy arrays are known.
 
-    With a mask it also says how much of the score matrix the forward pass computes, mean of all sequences, and in
-    blocks of which size, if the implementation lets that be known. What traced arrays in a mask empty is known only
-    when the call runs; in an eager call, that is every array. Under ``jit``, NumPy arrays are known.
+    For an ``implementation`` from ``jattn.sharding`` the text says what the mesh divides, how many bytes a device sends
+    in one call, and what each device runs.
 
-    Of an ``implementation`` of ``jattn.sharding`` it says what the mesh divides, what a device sends in one call, in
-    bytes, and what it runs.
+    Args:
+        query, key, value, bias, mask, options: the arguments of ``dot_product_attention``. Any array may be a
+            ``jax.ShapeDtypeStruct``.
+        implementation: ask about this name or object; None asks what jattn would pick.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, present or not; by default the text covers all three.
+        return_residual: accepted so that a call's arguments can be passed on; it does not affect the choice.
+
+    Returns:
+        The text, one finding per line.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape or dtype. ``Unsupported`` is never raised.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Key-value caches for decoding: ``KVCache``, ``init_cache``, ``append``."""
+"""Holds the keys and values of earlier tokens for decoding: ``KVCache``, ``init_cache``, ``append``."""
 
 import dataclasses
 import math
@@ -21,20 +21,26 @@ from jattn.masks import Mask, Prefix, SlidingWindow
 
 @pytree_dataclass
 class KVCache:
-    """Keys ``[B,C,K,H]`` and values ``[B,C,K,D]`` of the tokens so far, in C slots; a pytree.
+    """The KV cache: keys and values of the tokens so far, in C slots for each sequence; a pytree.
 
-    ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
-    of 32 or 64 bits. It keeps its dtype; ``rewind`` makes it smaller. The token at position p is in slot p. In a
-    ``rolling`` cache it is in slot ``p mod C`` and replaces the token C positions before it. Other slots are never
-    seen. With ``first_tokens``, F of them, a rolling cache keeps the first F tokens and the last C - F, and layers
-    count ``position`` within the cache (``init_cache``). ``flax.serialization`` saves and restores it once
-    ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``: as in ``init_cache``.
+    The token at position p is in slot p. In a ``rolling`` cache it is in slot ``p mod C`` and replaces the token C
+    positions before it. Queries never see empty slots. ``flax.serialization`` saves and restores a cache once
+    ``jattn.nnx`` or ``jattn.linen`` is imported.
 
-    ``layer``: an index, traced or not, if keys and values are those of all layers, ``[L,B,C,K,H]``. A call with such a
-    cache reads this layer's, and returns all of them. So a scan over layers carries one cache, of which a step writes
-    its tokens alone: ``dataclasses.replace(cache, layer=i)``. On CPUs a step also reads them where they are, by
-    ``"native"`` (head dims that are multiples of 16) or by ``"decode"``, chunk by chunk: no layer is copied, and empty
-    slots cost nothing.
+    A scan over layers can carry one cache of all layers: ``dataclasses.replace(cache, layer=i)``. A call then reads
+    layer i, writes only its new tokens, and returns the cache of all layers. On CPUs, ``"native"`` (head dims that are
+    multiples of 16) and ``"decode"`` read the layer in place, chunk by chunk: no layer is copied, and empty slots cost
+    nothing.
+
+    Attributes:
+        key, value: ``[B,C,K,H]`` and ``[B,C,K,D]``, or ``[L,B,C,K,H]`` and ``[L,B,C,K,D]`` for all layers.
+        length: the number of tokens so far, which is the position of the next; integers of 32 or 64 bits, ``[B]``, or
+            ``[]`` if shared. It keeps its dtype; ``rewind`` lowers it.
+        rolling: new tokens replace the oldest, so the cache is never full.
+        sharding: the ``NamedSharding`` of B, C and K over a mesh, None for none (``init_cache``).
+        layer: the index of the layer to use, traced or not; None if the cache holds one layer.
+        first_tokens: F. A rolling cache keeps the first F tokens and the last C - F, and layers count ``position``
+            within the cache (``init_cache``).
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
@@ -61,14 +67,14 @@ class KVCache:
 
     @property
     def filled(self) -> Array:
-        """The number of slots in use, from slot 0 on, integers ``[B]``."""
+        """The number of slots in use, counted from slot 0; integers ``[B]``."""
         return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[-4:-3]), self.capacity)
 
     @property
     def overflowed(self) -> Array:
-        """Whether more tokens were appended than fit, or rewound than there were, bool like ``length``.
+        """Whether more tokens were appended than fit, or rewound than there were; bool, shaped like ``length``.
 
-        The sequence's outputs are then NaN.
+        The outputs of such a sequence are NaN.
         """
         return self._length < 0 if self.rolling else self._length > self.capacity
 
@@ -82,7 +88,7 @@ class KVCache:
 
     @property
     def _length(self) -> Array:
-        """``length`` as int32, like positions. Fewer bits could not count on, and would wrap to a length that fits."""
+        """``length`` as int32, like positions. With fewer bits, it would wrap around to a length that fits."""
         length = jnp.asarray(self.length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.dtype.itemsize < 4:
             raise TypeError(f"length of a cache must be integers of 32 or 64 bits, got {length.dtype}")
@@ -90,7 +96,7 @@ class KVCache:
 
     @property
     def _turn(self) -> int:
-        """The slots that are used in turn, all but those of the first tokens."""
+        """The number of slots that are used in turn: all but those of the first tokens."""
         return self.capacity - self.first_tokens
 
     def _slots(self, positions: Array) -> Array:
@@ -102,7 +108,7 @@ class KVCache:
 
     @property
     def slot_positions(self) -> Array | None:
-        """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; if None, the slot itself."""
+        """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; None if it is the slot."""
         if not self.rolling:
             return None
         last, slots = jnp.reshape(self._length, (-1, 1)) - 1, np.arange(self.capacity, dtype=np.int32)[None, :]
@@ -113,9 +119,10 @@ class KVCache:
         return jnp.where(empty, -1, jnp.where(first, slots, positions))
 
     def next_positions(self, tokens: int, valid: ArrayLike | None = None) -> Array:
-        """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``; -1 if not ``valid``.
+        """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``.
 
-        Tokens that do not fit have the last slot's, which is NaN, so that a window on their position shows it.
+        ``valid``: bool ``[B,tokens]``, which tokens are real; the others get -1. Tokens that do not fit get the
+        position of the last slot. Its value is NaN, so even a sliding window shows the overflow.
         """
         length, last = self._length[..., None], np.iinfo(np.int32).max if self.rolling else self.capacity - 1
         if valid is None:
@@ -128,16 +135,16 @@ class KVCache:
     def rewind(self, tokens: ArrayLike) -> "KVCache":
         """A cache without the last ``tokens``, such as rejected ones in speculative decoding.
 
-        A rolling cache has overwritten what those replaced. Queries that would see it get NaN, so choose a capacity of
-        the window's keys before the query (``left`` of ``SlidingWindow``) and as many as are rewound at most. O(1); in
-        a rolling cache O(capacity), since its slots are marked.
+        A rolling cache has lost the tokens that the removed ones replaced, and queries that would see them get NaN. So
+        choose a capacity of at least ``left`` of the ``SlidingWindow`` plus the most tokens that you will remove at
+        once. Takes O(1) time, or O(capacity) in a rolling cache, which marks the lost slots.
 
         Args:
             tokens: integers ``[B]``, or one for all sequences.
 
         Raises:
             ValueError: ``tokens`` are not such integers, or the cache does not hold so many. Where ``jit`` hides the
-                numbers, the sequence ``overflowed`` instead: its outputs are NaN from then on.
+                numbers, no error is raised: the sequence counts as ``overflowed`` and its outputs stay NaN.
 
         Example:
             >>> tokens = jnp.ones((1, 5, 2, 8))
@@ -158,7 +165,7 @@ class KVCache:
         rewound = dataclasses.replace(self, length=length.astype(jnp.result_type(self.length)))
         if (positions := self.slot_positions) is None:
             return rewound
-        # By position, these slots now stand for tokens that they have no longer.
+        # By position, these slots now stand for tokens that they no longer hold.
         lost = positions >= jnp.reshape(length, (-1, 1))
         lost = jnp.reshape(lost, (1,) * (self.key.ndim - 4) + (*lost.shape, 1, 1))
         key, value = (jnp.where(lost, jnp.nan, x) for x in (self.key, self.value))
@@ -180,19 +187,22 @@ def init_cache(
     """An empty cache for ``capacity`` tokens per sequence; sequences may have different lengths.
 
     Args:
-        batch_size, capacity, num_kv_heads, head_dim: B, C tokens that fit, K, H.
-        value_dim: D; H by default.
+        batch_size: B, the number of sequences.
+        capacity: C, the number of tokens that fit.
+        num_kv_heads: K, the number of key/value heads.
+        head_dim: H, of the keys.
+        value_dim: D, of the values; H by default.
         dtype: floating; tokens are cast to it.
-        rolling: keep the last ``capacity`` tokens and drop older ones; such a cache is never full.
-        first_tokens: F: a rolling cache keeps the first F tokens, too, and the last ``capacity - F``, so that a model
-            that attends to its first tokens can write without end (StreamingLLM, https://arxiv.org/abs/2309.17453).
-            Layers then apply ``position``, a ``Rotary``, as it is counted within the cache: the distance to
-            a first token ends at ``capacity - 1``, and other distances are those in the text. The cache holds keys
-            before ``position``. Masks and score functions see positions in the text. A call rotates C keys, which
-            are copied for it, and one of several tokens has twice the head dim for its scores.
+        rolling: keep the last ``capacity`` tokens and drop older ones; a rolling cache is never full.
+        first_tokens: F. A rolling cache keeps the first F tokens and the last ``capacity - F``, so that a model that
+            attends to its first tokens can generate without end (StreamingLLM, https://arxiv.org/abs/2309.17453). The
+            cache holds keys before ``position``, which must be a ``Rotary``, and layers apply it with positions counted
+            within the cache: the distance to a first token is at most ``capacity - 1``, and other distances are those
+            in the text. Masks and score functions see positions in the text. Each call rotates a copy of the C keys;
+            a call of several tokens computes scores with twice the head dim.
         sharding: the mesh axes over which B, C and K are sharded, such as ``NamedSharding(mesh, PartitionSpec(None,
-            "sequence"))``. Each device then holds its share of the slots. ``append`` writes to it in place, and layers
-            attend to it in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
+            "sequence"))``. Each device then holds its share of the slots. ``append`` writes in place, and layers attend
+            in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
 
     Raises:
         TypeError: ``dtype`` is not floating; ``sharding`` is not a ``NamedSharding`` of a mesh of devices.
@@ -214,8 +224,8 @@ def init_cache(
     first_tokens = operator.index(first_tokens)
     if first_tokens and (not rolling or sharding is not None or not 0 < first_tokens < capacity):
         raise ValueError(
-            f"first_tokens must be from 0 to capacity - 1 = {capacity - 1}, of a cache with rolling=True and without "
-            f"sharding, got first_tokens={first_tokens}, rolling={rolling}, sharding={sharding}"
+            f"first_tokens must be from 0 to capacity - 1 = {capacity - 1}, and needs rolling=True and sharding=None, "
+            f"got first_tokens={first_tokens}, rolling={rolling}, sharding={sharding}"
         )
     slots = (batch_size, capacity, num_kv_heads)
     shapes = (*slots, head_dim), (*slots, head_dim if value_dim is None else value_dim)
@@ -229,7 +239,7 @@ def init_cache(
 
 
 def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike | None = None) -> KVCache:
-    """A new cache with the tokens of a chunk appended. O(chunk) if the old cache is donated.
+    """A new cache with the tokens of a chunk appended. Takes O(L) time if the old cache is donated.
 
     Args:
         cache: the old cache, which is unchanged.
@@ -237,13 +247,13 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid: bool ``[B,L]``: which tokens are real. The others (padding on either side) take no slot or position.
 
     Raises:
-        ValueError: shapes do not match, there is no such ``layer``, or the tokens exceed the capacity. Where ``jit``
-            hides the length, the chunk's values and the last slot become NaN instead. Modules and ``attend_heads`` then
-            give NaN for this sequence, now and from then on; the result's ``overflowed`` tells.
-        TypeError: ``cache.length`` has fewer than 32 bits, or is not of integers.
+        ValueError: shapes do not match, ``cache.layer`` does not exist, or the tokens exceed the capacity. Where
+            ``jit`` hides the length, no error is raised: the chunk's values and the last slot become NaN, all later
+            outputs of layers for this sequence are NaN, and the result's ``overflowed`` is True.
+        TypeError: ``cache.length`` does not hold integers of at least 32 bits.
 
     Example:
-        >>> tokens = jnp.ones((2, 3, 2, 8))  # of two sequences, the second of which has two tokens
+        >>> tokens = jnp.ones((2, 3, 2, 8))  # two sequences; the second has two real tokens
         >>> valid = np.array([[True, True, True], [True, True, False]])
         >>> cache = jattn.append(jattn.init_cache(2, 4, 2, 8), tokens, tokens, valid=valid)
         >>> cache.length.tolist(), cache.key[:, :, 0, 0].tolist()
@@ -281,7 +291,7 @@ def append_chunk(
     if not cache.rolling:
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
-    # The sequences of all layers, of which this layer's are a slice.
+    # The sequences of all layers; this layer's are a slice of them.
     chunk, both = (key, value), (cache.key, cache.value)
     held = tuple(jnp.reshape(old, (math.prod(old.shape[:-3]), *old.shape[-3:])) for old in both)
     in_a_row, row = valid is None and not cache.rolling, 0 if cache.layer is None else cache.layer * B
@@ -323,7 +333,7 @@ def _check_layer(cache: KVCache) -> None:
     if layer is not None and len(shape) != 5:
         raise ValueError(f"cache with layer= must hold keys of all layers, [L, B, C, K, H], got {shape}")
     if layer is not None and not isinstance(layer, Tracer) and not 0 <= layer < shape[0]:
-        raise ValueError(f"layer of a cache must be one of {shape[0]}, from 0 on, got {layer}")
+        raise ValueError(f"layer of a cache must be from 0 to {shape[0] - 1}, as it holds {shape[0]}, got {layer}")
 
 
 def _at(row: Any, slot: Array) -> list[Array]:
@@ -366,8 +376,8 @@ def visible_keys(
         return *both, options | {"kv_positions": kv_positions}
     if bias is not None and jnp.shape(bias)[-1:] not in ((), (1,)):
         raise ValueError(
-            f"bias of shape {list(jnp.shape(bias))} is indexed by slot, but a rolling cache that is sharded has no "
-            f"order of slots for a chunk; pass a score_mod, which sees positions"
+            f"bias of shape {list(jnp.shape(bias))} is indexed by slot, but a sharded rolling cache does not keep the "
+            f"tokens of a chunk in the order of slots; pass a score_mod, which sees positions"
         )
     both = [shares.join(cache.sharding, *pair) for pair in pairs]
     return *both, options | {"kv_positions": shares.join(cache.sharding, *spread, fill=-1)}
@@ -417,8 +427,8 @@ def within_capacity(length: Any, capacity: int) -> Array:
     """Whether the new lengths are within the capacity; raises if they are known and are not."""
     if not isinstance(length, Tracer) and np.max(length, initial=0) > capacity:
         raise ValueError(
-            f"append: {int(np.max(length))} tokens do not fit into a cache of {capacity}; use a larger or a "
-            f"rolling cache"
+            f"append: {int(np.max(length))} tokens do not fit into a cache of {capacity}; use a larger capacity or "
+            f"rolling=True"
         )
     return jnp.asarray(length) <= capacity
 

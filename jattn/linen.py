@@ -1,4 +1,4 @@
-"""Flax Linen: ``flax.linen.dot_product_attention``, its weights, and ``flax.linen.MultiHeadDotProductAttention``."""
+"""Replaces Flax Linen's ``dot_product_attention``, its weights, and ``MultiHeadDotProductAttention``."""
 
 import inspect
 import warnings
@@ -55,27 +55,34 @@ def dot_product_attention(
 ) -> Array:
     """``flax.linen.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
 
-    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; ``functools.partial``
-    adds ``is_causal`` and ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``,
-    ``implementation``, as in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+    Use it as ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; add
+    ``is_causal`` and ``extras`` with ``functools.partial``.
 
     Args:
-        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
-        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; N is a multiple of K.
+        bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
+        mask: an array that broadcasts to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
+            ``(b, h, q_idx, kv_idx) -> bool``.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        dropout_rng: the random key of dropout.
+        dropout_rate: the probability of dropping a weight.
+        deterministic: switch dropout off.
+        dtype: the dtype of the computation; None promotes the arguments.
+        precision: the ``jax.lax.Precision`` of both products.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
-        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
         force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones;
-            with these, Flax's function runs, which takes no ``extras``.
-        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of weights, the same for all of a batch or
-            not; its key; its rate; none at all.
-        dtype, precision: of what is computed (None: that of the arguments); of products, as in ``jax.lax.dot_general``.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones.
+            With any of them, Flax's function runs, which takes no ``extras``.
+        is_causal: a query sees keys at or before its own position.
+        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
+        extras: other keywords of ``jattn.multi_head_attention``, such as ``position``, ``score_mod``, ``sinks``,
+            ``head_gate`` and ``implementation``; ``input_positions``: integers ``[T]`` for ``position``.
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
 
     Raises:
-        TypeError, ValueError: as ``jattn.dot_product_attention``.
+        TypeError, ValueError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> from flax import linen as nn
@@ -100,7 +107,7 @@ def dot_product_attention(
 
 
 def _only_flaxs(attention_fn: Callable[..., Array], mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
-    """Raises where custom products, which Flax's own function computes, come with more than its arguments."""
+    """Raises if options that Flax's function does not take come with custom products, which it computes."""
     if is_causal or callable(mask):
         raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
     _flax.refuse_extras(attention_fn, **extras)
@@ -127,7 +134,20 @@ def dot_product_attention_weights(
 ) -> Array:
     """``flax.linen.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments and errors as there; memory O(N·T·S).
+    Args:
+        query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
+        dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
+        module: sows the weights before dropout as its ``attention_weights``.
+        force_fp32_for_softmax: weights in float32. The softmax is always computed in at least float32.
+        einsum_dot_general, einsum: custom products; with either, Flax's function runs, which takes no ``extras``.
+        is_causal: a query sees keys at or before its own position.
+        extras: other keywords of ``jattn.attention_weights``; ``position``, applied to query and key.
+
+    Returns:
+        The weights ``[..., N, T, S]`` after dropout, in O(N·T·S) memory.
 
     Example:
         >>> query = key = jnp.zeros((1, 4, 2, 4))  # equal scores
@@ -152,13 +172,12 @@ def dot_product_attention_weights(
 
 
 class MultiHeadDotProductAttention(nn.Module):
-    """``flax.linen.MultiHeadDotProductAttention``: its arguments, parameters, checkpoints, numbers, decoding, and more.
+    """``flax.linen.MultiHeadDotProductAttention`` with the same arguments, parameters and checkpoints, plus options.
 
-    ``query/key/value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
-    ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
-
-    A query that sees nothing gets 0, where Flax has the mean of the values; a call with ``decode`` may hold several
-    tokens.
+    ``query``, ``key`` and ``value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``; the
+    kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives the
+    same bits as in Flax. Unlike in Flax, a query that sees nothing gets 0 (in Flax, the mean of the values), and a call
+    with ``decode`` may hold several tokens.
 
     Attributes:
         num_heads: N, the number of query heads.
@@ -167,17 +186,27 @@ class MultiHeadDotProductAttention(nn.Module):
         num_kv_heads: K, a divisor of N; N by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``. Its float arrays are the initial values of the learned
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``. Its float arrays are the initial values of the learned
             parameters ``score_mod``. To keep an array fixed, pass the ``score_mod`` at the call.
-        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
+        sinks: learn each head's score ``[N]`` for attending to nothing, initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
-        implementation: as in ``jattn.dot_product_attention``.
-        dtype, param_dtype: of what is computed (None: that of inputs and parameters), and of parameters.
-        dropout_rate, broadcast_dropout, deterministic: dropout of weights; the same for all of a batch; none.
-        precision: of products, as ``jax.lax.dot_general`` takes it.
-        kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: initial parameters; whether there are biases.
-        attention_fn: another function in jattn's place; it gets Flax's keywords.
-        all else: as Flax's module of this name has it.
+        implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
+        dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
+        dropout_rate: the probability of dropping an attention weight.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        deterministic: switch dropout off; a call may override it.
+        precision: the ``jax.lax.Precision`` of all products.
+        kernel_init, bias_init: initializers of the projections.
+        out_kernel_init, out_bias_init: initializers of ``out``; those of the other projections by default.
+        use_bias: whether the projections have biases.
+        attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
+        decode: append the input to the collection ``cache`` at each call.
+        normalize_qk: apply a LayerNorm to each head's queries and keys.
+        force_fp32_for_softmax: the heads' outputs in float32. The softmax is always computed in at least float32.
+        qkv_dot_general, out_dot_general: replace ``jax.lax.dot_general`` in the projections and in ``out``.
+        qkv_dot_general_cls, out_dot_general_cls: classes that make these functions.
+        qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: classes that make the einsums of scores and outputs,
+            such as quantized ones; with either, Flax's own function computes attention.
 
     Raises:
         ValueError: at a call, a number of features or heads does not divide as required.
@@ -241,36 +270,43 @@ class MultiHeadDotProductAttention(nn.Module):
         sow_heads: bool = False,
         **options: Unpack[CallOptions],
     ) -> Any:
-        """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
+        """The layer's output ``[..., T, out_features]`` for inputs ``[..., T, M]``.
 
         With ``decode`` the T tokens of the input are appended to the collection ``cache``. Without a mask, or with a
         mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of positions
         replaces that rule.
 
         Args:
-            inputs_q, inputs_k, inputs_v: inputs of queries, keys, values; k defaults to q, v to k.
+            inputs_q: the input of the queries, ``[..., T, M]``.
+            inputs_k: the input of the keys, ``[..., S, M]``; ``inputs_q`` by default.
+            inputs_v: the input of the values, ``[..., S, M]``; ``inputs_k`` by default.
             inputs_kv: the input of both keys and values; deprecated, as in Flax.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            deterministic, dropout_rng: no dropout; its key, instead of the module's.
+            deterministic: switch dropout off.
+            dropout_rng: the key of dropout, instead of the module's.
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
             is_causal: a token sees itself and earlier ones.
-            input_positions: integers ``[T]`` or ``[..., T]``, for ``position``, instead of ``arange``, such as those of
-                packed documents, which start again. As in Flax, masks, score functions and dropout see slots. If there
-                are not as many keys as queries, they are the queries', also for masks.
-            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            input_positions: integers ``[T]`` or ``[..., T]`` for ``position``, instead of ``arange``; for packed
+                documents, positions that start again. As in Flax, masks, score functions and dropout see slots. If
+                there are not as many keys as queries, these are the queries' positions, also for masks.
+            bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
             head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
-            frozen: queries and keys, a pair, whose weights replace this call's.
+            frozen: ``(query, key)`` of another call; their weights replace this call's.
             patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the attribute.
-            scale, local_window_size: as in ``jattn.dot_product_attention``.
-            cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The
-                result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
-            sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as
-                ``attention_statistics`` and ``attention_heads``, for ``jattn.heads``. The output stays bit-identical.
+            scale: factor on the scores; ``1 / sqrt(H)`` by default.
+            local_window_size: ``(left, right)``: how many keys a query sees before and after its own.
+            cache: a ``KVCache`` instead of the collection. The result is then ``(output, cache)``, and ``is_causal``
+                and ``mask`` apply as given.
+            valid: bool ``[B, T]``, only with ``cache``: which tokens are real (``jattn.append``).
+            sow_statistics: sow these statistics as ``attention_statistics``: names of ``jattn.heads.STATISTICS``, or a
+                dict of arguments of ``jattn.heads.statistics``. The output stays bit-identical.
+            sow_heads: sow ``attention_heads`` for ``jattn.heads``: a dict of query, key, value, lse and z. The output
+                stays bit-identical.
 
         Raises:
-            ValueError: ``attention_fn`` is not jattn's and does not support a given option.
+            ValueError: ``attention_fn`` is not jattn's and lacks a given option.
         """
         inputs_k, inputs_v = _keys_and_values(inputs_q, inputs_k, inputs_v, inputs_kv)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
@@ -393,7 +429,7 @@ class MultiHeadDotProductAttention(nn.Module):
     @nn.nowrap
     def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable[[KVCache], None] | None]:
         """Flax's collection ``cache``, and a function that updates it. None in the call that creates the
-        collection, whose input has the cache's maximum length.
+        collection: its input has the cache's maximum length.
         """
         exists = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
@@ -415,7 +451,7 @@ def _keys_and_values(
     # The warnings begin like Flax's, so that filters written for Flax match.
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
-            raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
+            raise ValueError("inputs_kv is both keys and values: pass either inputs_kv, or inputs_k and inputs_v")
         warnings.warn(
             "The inputs_kv arg will be deprecated soon, as in Flax: pass inputs_k", DeprecationWarning, stacklevel=3
         )
@@ -433,7 +469,8 @@ def _keys_and_values(
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` by Flax's other name for it.
 
-    Linen names parameters after the class, so a checkpoint fits only the class of its name.
+    It has the attributes and the call of that class. Linen names parameters after the class, so a checkpoint fits only
+    the class of its name.
 
     Example:
         >>> layer, x = jattn.linen.MultiHeadAttention(num_heads=2), jnp.ones((1, 4, 8))
@@ -447,7 +484,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 class SelfAttention(MultiHeadDotProductAttention):
     """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` of one input, in Flax's argument order.
 
-    A call warns that the class is deprecated, as in Flax.
+    It has the attributes of that class. A call warns that the class is deprecated, as in Flax.
 
     Example:
         >>> import warnings
@@ -468,7 +505,10 @@ class SelfAttention(MultiHeadDotProductAttention):
         sow_weights: bool = False,
         **options: Any,
     ) -> Any:
-        """``[..., T, M] -> [..., T, out_features]``; ``options`` are the other keywords of the class above."""
+        """The layer's output ``[..., T, out_features]`` for the input ``[..., T, M]`` of queries, keys and values.
+
+        The other arguments and ``options`` are those of a call of ``MultiHeadDotProductAttention``.
+        """
         warnings.warn(
             "SelfAttention will be deprecated soon, as in Flax: use MultiHeadDotProductAttention",
             DeprecationWarning,

@@ -1,13 +1,13 @@
-"""Masks: which query sees which key.
+"""Defines masks: which query sees which key.
 
 A mask is any callable ``(b, h, q_idx, kv_idx) -> bool`` over broadcastable integer index arrays: ``True`` if query
-``q_idx`` of head ``h`` in sequence ``b`` sees key ``kv_idx``. The indices are positions (see
-``jattn.dot_product_attention``), so tables inside masks are indexed by position, and positions outside the table are
-not visible. The convention is FlexAttention's (https://arxiv.org/abs/2412.05496), so its ``mask_mod`` examples port
-line by line.
+``q_idx`` of head ``h`` in sequence ``b`` sees key ``kv_idx``. The indices are positions: slots, unless the call of
+attention gives ``query_positions`` or ``kv_positions``. So tables inside masks are indexed by position, and positions
+outside the table are not visible. The convention is FlexAttention's (https://arxiv.org/abs/2412.05496), so its
+``mask_mod`` examples port line by line.
 
-The masks below also combine with ``&``, ``|`` and ``~``, their ``bounds`` describe a whole block of pairs at once, so
-that implementations can skip empty blocks, and their ``interval`` describes all keys that a query sees.
+The masks below combine with ``&``, ``|`` and ``~``. Their ``bounds`` describe a whole block of pairs at once, so that
+implementations can skip empty blocks, and their ``interval`` describes all keys that a query sees.
 """
 
 from typing import Any
@@ -67,9 +67,9 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    As ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel, the query's own key is
-    not counted. In transformers, attnax and penzai it is: Mistral's ``sliding_window`` of 4096 is
-    ``SlidingWindow(4095)``. Integers or integer scalar arrays; 2^31 - 1 or more means unbounded.
+    ``left`` and ``right`` are integers or integer scalar arrays; 2^31 - 1 or more means unbounded. They do not count
+    the query's own key, like ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel. transformers,
+    attnax and penzai count it: Mistral's ``sliding_window`` of 4096 is ``SlidingWindow(4095)``.
 
     Raises:
         TypeError: a side is not an integer or an integer scalar array.
@@ -187,12 +187,13 @@ class Padding(Mask):
 
 @pytree_dataclass
 class Segments(Mask):
-    """Packed sequences: a pair is visible if its two ids are equal. ``query_ids`` ``[T]`` or ``[B,T]``, integers.
+    """Packed sequences: a pair is visible if the ids of query and key are equal.
 
-    ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
-    ``Segments(ids) & Causal()``. Ids may be hashes: JAX arrays of any integer type, also 64 bits in x64, are compared
-    exactly; NumPy arrays must fit int32. Like every table, they are indexed by the positions that masks see. Positions
-    that start again in each document are not for masks: pass them as the modules' ``input_positions``.
+    ``query_ids``: integers ``[T]`` or ``[B,T]``. ``kv_ids``: integers ``[S]`` or ``[B,S]``, ``query_ids`` by default.
+    A B of 1 is shared by all sequences. For causal attention write ``Segments(ids) & Causal()``. Ids may be hashes: JAX
+    arrays of any integer type (64 bits with x64) are compared exactly; NumPy arrays must fit int32. Like every table,
+    ids are indexed by the positions that masks see. Do not give masks positions that start again in each document:
+    pass these as the modules' ``input_positions``.
 
     Raises:
         TypeError: ids are not an array of integers of rank 1 or 2.
@@ -255,7 +256,7 @@ class Segments(Mask):
 class Dense(Mask):
     """A table of visible pairs, by position: bool ``[T,S]``, ``[N,T,S]`` or ``[B,N,T,S]``; axes of size 1 are shared.
 
-    A bool array passed as ``mask=`` to ``dot_product_attention`` is indexed by slot instead; the two differ only if
+    A bool array passed as ``mask=`` to ``dot_product_attention`` is indexed by slot instead. The two differ only if
     positions are given. ``bounds`` is exact and uses a summed-area table.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The multi-head layer: everything between the projections (``attend_heads``), and the whole layer as a pure function.
+"""Computes a multi-head layer: everything between the projections (``attend_heads``), and the whole layer.
 
 ``z_i = attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V)`` for each head i, and ``y = sum_i z_i W_i^O``, which equals
 ``concat(z_1 .. z_N) W^O``. Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
@@ -32,15 +32,15 @@ Params = dict[str, dict[str, Array]]
 
 
 _WEIGHTS_OF_ALL = (
-    "return_weights=True (sow_weights=True of the modules) cannot be with {}, which divides the sequence: the weights "
-    "[B,N,T,S] would be whole on every device. For numbers of every head use return_statistics= (sow_statistics=). For "
-    "weights of a few queries use return_heads=True (sow_heads=True), then attention_weights(query[:, slots], key, "
-    "query_positions=...); for all of them, gather query and key, then attention_weights(query, key, ...)"
+    "return_weights=True (sow_weights=True of the modules) does not work with {}, which divides the sequence: every "
+    "device would hold all weights [B,N,T,S]. For numbers of each head use return_statistics= (sow_statistics=). For "
+    "the weights of a few queries use return_heads=True (sow_heads=True), then attention_weights(query[:, slots], key, "
+    "query_positions=...); for all weights, gather query and key, then attention_weights(query, key, ...)"
 )
 
 
 class CallOptions(ModOptions, total=False):
-    """The options of ``attend_heads`` that Flax's modules also take at each call, besides Flax's own."""
+    """The options of ``attend_heads`` that jattn's Flax modules take at each call, in addition to Flax's own."""
 
     bias: ArrayLike | None
     local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
@@ -86,41 +86,44 @@ def attend_heads(
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; with any number of batch axes in place of B.
-        bias, mask: as in ``dot_product_attention``, with the batch axes of the query.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
-        frozen: ``(query, key)`` from ``return_heads`` of another call: the weights are theirs, the values this call's.
+        frozen: ``(query, key)`` from ``return_heads`` of another call, which give the weights; the values stay this
+            call's.
         patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied
-            to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` of keys and values).
-            ``{"pattern": (gate, (query, key))}``: the same of the weights, with those of ``frozen=(query, key)``; the
-            query, key and lse of ``return_heads`` are then still the call's own; None in place of either means the
-            call's. ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in
-            O(T + S) memory, differentiable in this gate alone. Applied after ``frozen``. A head's output z is patched
-            by ``head_gate`` and ``head_fill``.
-        cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
-            queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
-            given, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
-            without queries, then attend without keys. To a sharded cache each device attends in place,
-            with the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
-        valid: bool ``[B,S]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
-        return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a
+            to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` for keys and values).
+            ``{"pattern": (gate, (query, key))}`` mixes the weights with those of this query and key in the same way;
+            None for either means this call's own. ``return_heads`` still returns this call's query, key and lse.
+            ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in O(T + S)
+            memory, differentiable only in this gate. Applied after ``frozen``. To patch a head's output z, use
+            ``head_gate`` and ``head_fill``.
+        cache: a ``KVCache``. The keys and values, as many as queries, are appended at the next positions, and the
+            queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). With a
+            cache, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
+            without queries, then attend without keys. On a sharded cache each device attends to its slots in place,
+            with the named ``implementation``, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
+        valid: bool ``[B,S]``, only with ``cache``: which tokens of the chunk are real. Others take no slot or position.
+        return_weights: also return the attention weights. The output stays bit-identical. Raises ``Unsupported`` if a
             ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
             positions applied, z with gates applied. The output stays bit-identical.
-        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default; those given
-            are for ``mask``, too, unless there is a ``cache``. For documents that start again, see ``Segments``.
+        implementation: a name or an object, see ``dot_product_attention``; None picks one.
+        options: the other keywords of ``dot_product_attention``. Positions are 0, 1, 2, ... by default. Given positions
+            also apply to ``mask``, unless there is a ``cache``. For packed documents, see ``Segments``.
 
     Returns:
-        ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
-        the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache, as far as requested.
+        ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z and
+        those requested of: the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict, the new cache.
     """
     if valid is not None and cache is None:
         raise ValueError(
-            "valid says which tokens of a chunk enter a cache, and there is none; for padding pass "
+            "valid says which tokens of a chunk enter a cache, but cache is None; to mask padding pass "
             "mask=valid[:, None, None, :] or key_value_seq_lengths"
         )
     if return_weights and isinstance(implementation, OverDevices) and implementation.divides_length:
@@ -183,7 +186,7 @@ def _with_positions_and_cache(
     slots_of = implementation.slots if isinstance(implementation, ReducesWeights) else lambda length: None
     if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
         if cache is not None:
-            raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
+            raise ValueError(f"cache must be filled in the order of the tokens, which {implementation} does not keep")
         query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
         kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
     chunk_positions: Any = None
@@ -236,7 +239,7 @@ def _extras(
     return_heads: bool,
     valid: ArrayLike | None,
 ) -> list[Any]:
-    """What ``attend_heads`` returns besides the output and the cache; padding of a chunk counts in no statistic."""
+    """What ``attend_heads`` returns in addition to output and cache; no statistic counts the padding of a chunk."""
     results: list[Any] = []
     query, key = heads["query"], heads["key"]
     drop = query.ndim - 3  # the one batch axis, if any
@@ -253,7 +256,7 @@ def _extras(
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if wants_statistics(return_statistics):
         if pattern is not None:
-            raise ValueError("statistics are of one query and key, so they cannot be of a pattern that patch mixes")
+            raise ValueError("return_statistics needs weights from one query and key, but patch['pattern'] mixes two")
         implementation = options["implementation"]
         if isinstance(implementation, ReducesWeights):
             of_weights["implementation"] = implementation
@@ -294,7 +297,9 @@ def init_multi_head(
         num_kv_heads: K, a divisor of N; N by default.
         head_dim: H, of query and key; ``model_dim / num_heads`` by default.
         value_dim: D; ``head_dim`` by default.
-        kv_model_dim: M of ``x_kv``, if it differs (cross-attention).
+        kv_model_dim: the features of ``x_kv``, if they differ from M (cross-attention).
+        use_bias: add biases, initially 0.
+        dtype: of the parameters.
 
     Raises:
         ValueError: a number is not a positive integer, or does not divide as required.
@@ -347,14 +352,28 @@ def multi_head_attention(
         x: ``[B,T,M]`` or ``[T,M]``, the input of the queries.
         x_kv: ``[B,S,M']`` or ``[S,M']``, the input of the keys and values; ``x`` by default.
         return_weights: also return the attention weights, ``[B,N,T,S]``.
-        options: ``precision`` of all products; those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...)
-            and of ``dot_product_attention`` (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
+        head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B,T,N,D]``.
+        frozen: ``(query, key)`` from ``return_heads`` of another call; their weights replace this call's.
+        patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
+        cache: a ``jattn.KVCache``. The tokens of ``x_kv`` are appended, and the queries attend to the whole cache; pass
+            ``is_causal`` if they are several.
+        valid: bool ``[B,S]``, only with ``cache``: which tokens are real (``jattn.append``).
+        return_statistics: also return these statistics (``jattn.heads.statistics``): names, or a dict of arguments.
+        return_heads: also return ``{"query", "key", "value", "lse", "z"}`` of all heads, for ``jattn.heads``.
+        implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
+        precision: the ``jax.lax.Precision`` of all products.
+        options: the other keywords of ``jattn.dot_product_attention``, such as ``is_causal`` and ``score_mod``.
 
     Returns:
-        ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``, with ``cache`` ``(y, cache)``, with both all three.
+        ``y [B,T,M]``, or a tuple of y and what is requested, in this order: the weights, the statistics
+        ``{name: [B,N]}``, the heads' arrays, the new cache.
 
     Raises:
-        ValueError: the input's features are not the kernels'; also as ``dot_product_attention``.
+        ValueError, TypeError: the input's features are not the kernels', or an argument has a wrong shape or dtype.
 
     Example:
         >>> params, x = jattn.init_multi_head(jax.random.key(0), 8, num_heads=2), jnp.ones((1, 4, 8))
@@ -379,7 +398,7 @@ def multi_head_attention(
 def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
     """``x [..., M] -> [..., N, H]``: ``x W_i``, vmapped over heads, which compiles to a single product."""
     if params["kernel"].shape[0] != x.shape[-1]:
-        raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, as in the kernel, got {x.shape}")
+        raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, like the kernel, got {x.shape}")
 
     def one_head(kernel: Array) -> Array:
         return jnp.matmul(x, kernel, precision=precision)
@@ -399,7 +418,7 @@ def for_tokens(position: Any, tokens: Length, cache: KVCache | None) -> Any:
     if cache is not None and cache.rolling and not cache.first_tokens and at is not position:
         raise ValueError(
             "position: the frequencies of this Rotary depend on the length of the text, which a rolling cache does not "
-            "tell; pass at_length(position, tokens)"
+            "know; pass jattn.positions.at_length(position, tokens)"
         )
     return at
 
@@ -423,7 +442,7 @@ def one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
 
 
 def statistics_of(requested: Sequence[str] | Mapping[str, Any], x: Array, x_kv: Array) -> Any:
-    """The request; in cross-attention what masks hide of the keys says nothing of queries, so all count."""
+    """The request; in cross-attention all queries count, because masks of keys say nothing about queries."""
     if x_kv is x or not wants_statistics(requested):
         return requested
     request = dict(requested) if isinstance(requested, Mapping) else {"names": requested}
@@ -431,7 +450,7 @@ def statistics_of(requested: Sequence[str] | Mapping[str, Any], x: Array, x_kv: 
 
 
 def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
-    """Whether there are names of statistics, or a dict of arguments, in which names are optional."""
+    """Whether the request has names of statistics or is a dict of arguments, in which names are optional."""
     return isinstance(statistics, Mapping) or bool(statistics)
 
 

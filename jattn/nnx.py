@@ -1,4 +1,4 @@
-"""Flax NNX: ``flax.nnx.dot_product_attention``, its weights, and ``flax.nnx.MultiHeadAttention``."""
+"""Replaces Flax NNX's ``dot_product_attention``, its weights, and ``MultiHeadAttention``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -48,24 +48,32 @@ def dot_product_attention(
 ) -> Array:
     """``flax.nnx.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
 
-    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; ``functools.partial`` adds
-    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, as in
-    ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+    Use it as ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; add ``extras`` with
+    ``functools.partial``.
 
     Args:
-        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
-        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; N is a multiple of K.
+        bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
+        mask: an array that broadcasts to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
+            ``(b, h, q_idx, kv_idx) -> bool``.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        dropout_rng: the random key of dropout.
+        dropout_rate: the probability of dropping a weight.
+        deterministic: switch dropout off.
+        dtype: the dtype of the computation; None promotes the arguments.
+        precision: the ``jax.lax.Precision`` of both products.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        promote_dtype: Flax's function that casts query, key and value to one dtype.
+        is_causal: a query sees keys at or before its own position.
         sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
-        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of weights, the same for all of a batch or
-            not; its key; its rate; none at all.
-        dtype, precision: of what is computed (None: that of the arguments); of products, as in ``jax.lax.dot_general``.
+        extras: other keywords of ``jattn.multi_head_attention``, such as ``position``, ``score_mod``, ``sinks``,
+            ``head_gate`` and ``implementation``; ``input_positions``: integers ``[T]`` for ``position``.
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
 
     Raises:
-        TypeError, ValueError: as ``jattn.dot_product_attention``.
+        TypeError, ValueError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> from flax import nnx
@@ -101,7 +109,19 @@ def dot_product_attention_weights(
 ) -> Array:
     """``flax.nnx.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments and errors as there; memory O(N·T·S).
+    Args:
+        query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
+        dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
+        module: sows the weights before dropout as its ``attention_weights``.
+        promote_dtype: Flax's function that casts query and key to one dtype.
+        is_causal: a query sees keys at or before its own position.
+        extras: other keywords of ``jattn.attention_weights``; ``position``, applied to query and key.
+
+    Returns:
+        The weights ``[..., N, T, S]`` after dropout, in O(N·T·S) memory.
 
     Example:
         >>> query = key = jnp.zeros((1, 4, 2, 4))  # equal scores
@@ -119,13 +139,12 @@ def dot_product_attention_weights(
 
 
 class MultiHeadAttention(nnx.Module):
-    """``flax.nnx.MultiHeadAttention``: its arguments, parameters, checkpoints, numbers, decoding, and more.
+    """``flax.nnx.MultiHeadAttention`` with the same arguments, parameters and checkpoints, plus options.
 
-    ``query/key/value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
-    ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
-
-    A query that sees nothing gets 0, where Flax has the mean of the values; a call with ``decode`` may hold several
-    tokens.
+    ``query``, ``key`` and ``value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``;
+    the kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives
+    the same bits as in Flax. Unlike in Flax, a query that sees nothing gets 0 (in Flax, the mean of the values), and a
+    call with ``decode`` may hold several tokens.
 
     Args:
         num_heads: N, the number of query heads.
@@ -136,17 +155,31 @@ class MultiHeadAttention(nnx.Module):
         in_kv_features: the features of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become learned: each an ``nnx.Param``. To
-            keep an array fixed, pass the ``score_mod`` at the call, or the array as an ``nnx.Variable``.
-        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``. Its float arrays are learned: each becomes an
+            ``nnx.Param``. To keep an array fixed, pass the ``score_mod`` at the call, or the array as an
+            ``nnx.Variable``.
+        sinks: learn each head's score ``[N]`` for attending to nothing, initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
-        implementation: as in ``jattn.dot_product_attention``.
-        dtype, param_dtype: of what is computed (None: that of inputs and parameters), and of parameters.
-        dropout_rate, broadcast_dropout, deterministic: dropout of weights; the same for all of a batch; none.
-        precision: of products, as ``jax.lax.dot_general`` takes it.
-        kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: initial parameters; whether there are biases.
-        attention_fn: another function in jattn's place; it gets Flax's keywords.
-        all else: as Flax's module of this name has it.
+        implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
+        dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
+        dropout_rate: the probability of dropping an attention weight.
+        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        deterministic: switch dropout off; a call may override it.
+        precision: the ``jax.lax.Precision`` of all products.
+        kernel_init, bias_init: initializers of the projections.
+        out_kernel_init, out_bias_init: initializers of ``out``; those of the other projections by default.
+        use_bias: whether the projections have biases.
+        attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
+        decode: append the input to the module's own cache at each call; a call may override it.
+        normalize_qk: apply a LayerNorm to each head's queries and keys.
+        qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Flax's functions that cast the operands of the
+            projections, of ``out`` and of the norms to one dtype.
+        qkv_dot_general, out_dot_general: replace ``jax.lax.dot_general`` in the projections and in ``out``.
+        qkv_dot_general_cls, out_dot_general_cls: classes that make these functions.
+        rngs: the random keys of parameters and dropout.
+        keep_rngs: keep the stream of dropout keys in the module.
+        kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata: metadata of these parameters.
+        query_ln_scale_metadata, key_ln_scale_metadata: metadata of the norms' scales.
 
     Raises:
         ValueError: a number of features or heads does not divide as required.
@@ -280,35 +313,42 @@ class MultiHeadAttention(nnx.Module):
         sow_heads: bool = False,
         **options: Unpack[CallOptions],
     ) -> Any:
-        """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
+        """The layer's output ``[..., T, out_features]`` for inputs ``[..., T, M]``.
 
         Args:
-            inputs_q, inputs_k, inputs_v: inputs of queries, keys, values; k defaults to q, v to k.
+            inputs_q: the input of the queries, ``[..., T, M]``.
+            inputs_k: the input of the keys, ``[..., S, M]``; ``inputs_q`` by default.
+            inputs_v: the input of the values, ``[..., S, M]``; ``inputs_k`` by default.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            deterministic, rngs: no dropout; the keys of dropout.
+            deterministic: switch dropout off.
+            rngs: the keys of dropout, instead of the module's.
             out_sharding, qkv_sharding: of the output, and of query, key and value, on an explicit mesh.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
             decode: append the T tokens of the input to the module's own cache (``init_cache``). Without a mask, or with
                 a mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of
                 positions replaces that rule.
             is_causal: a token sees itself and earlier ones.
-            input_positions: integers ``[T]`` or ``[..., T]``, for ``position``, instead of ``arange``, such as those of
-                packed documents, which start again. As in Flax, masks, score functions and dropout see slots. If there
-                are not as many keys as queries, they are the queries', also for masks.
-            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            input_positions: integers ``[T]`` or ``[..., T]`` for ``position``, instead of ``arange``; for packed
+                documents, positions that start again. As in Flax, masks, score functions and dropout see slots. If
+                there are not as many keys as queries, these are the queries' positions, also for masks.
+            bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
             head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
-            frozen: queries and keys, a pair, whose weights replace this call's.
+            frozen: ``(query, key)`` of another call; their weights replace this call's.
             patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the constructor's.
-            scale, local_window_size: as in ``jattn.dot_product_attention``.
-            cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The
-                result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
-            sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as
-                ``attention_statistics`` and ``attention_heads``, for ``jattn.heads``. The output stays bit-identical.
+            scale: factor on the scores; ``1 / sqrt(H)`` by default.
+            local_window_size: ``(left, right)``: how many keys a query sees before and after its own.
+            cache: a ``KVCache`` instead of the module's own. The result is then ``(output, cache)``, and ``is_causal``
+                and ``mask`` apply as given.
+            valid: bool ``[B, T]``, only with ``cache``: which tokens are real (``jattn.append``).
+            sow_statistics: sow these statistics as ``attention_statistics``: names of ``jattn.heads.STATISTICS``, or a
+                dict of arguments of ``jattn.heads.statistics``. The output stays bit-identical.
+            sow_heads: sow ``attention_heads`` for ``jattn.heads``: a dict of query, key, value, lse and z. The output
+                stays bit-identical.
 
         Raises:
-            ValueError: no cache to decode from; ``attention_fn`` is not jattn's and does not support a given option.
+            ValueError: there is no cache to decode from, or ``attention_fn`` is not jattn's and lacks a given option.
         """
         inputs_k, inputs_v = _flax.join_inputs(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -349,7 +389,7 @@ class MultiHeadAttention(nnx.Module):
         return y if cache is None else (y, new_cache)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """Creates an empty cache of ``dtype`` for decoding inputs of ``input_shape`` ``[..., maximum length, M]``."""
+        """Creates an empty cache of ``dtype`` to decode inputs of ``input_shape``, ``(..., maximum length, M)``."""
         slots = (*input_shape[:-1], self.num_kv_heads)
         self.cached_key = nnx.Cache(jnp.zeros((*slots, self.head_dim), dtype))
         self.cached_value = nnx.Cache(jnp.zeros((*slots, self.value_dim), dtype))
@@ -362,13 +402,13 @@ class MultiHeadAttention(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What ``nnx.view`` calls to change the mode; None leaves it. Raises TypeError for half of a cache's shape.
+        """Changes the mode, for ``nnx.view``; None keeps it. Raises TypeError if only half of a cache's shape is given.
 
         Args:
           deterministic: whether dropout is off.
           decode: whether a call decodes from the module's own cache.
           batch_size: B, or all batch axes, of a new, empty cache.
-          max_length: the number of its slots.
+          max_length: the number of slots of the new cache.
         """
         # Indented by two, since nnx.view_info finds the arguments by that.
         if deterministic is not None:
@@ -390,7 +430,7 @@ class MultiHeadAttention(nnx.Module):
 
     def _own_cache(self, key: Array) -> KVCache:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
-            raise ValueError("decode=True, but there is no cache: call init_cache(input_shape) first")
+            raise ValueError("decode=True, but the module has no cache: call init_cache(input_shape) first")
         return from_flax(self.cached_key[...], self.cached_value[...], self.cache_index[...], key)
 
     def _keep(self, cache: KVCache) -> None:

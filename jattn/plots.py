@@ -1,8 +1,8 @@
-"""Plots of attention weights: one head, or all heads of a model on one color scale.
+"""Plots attention weights: one head, or all heads of a model on one color scale.
 
 Axes: ``T`` queries, ``S`` keys, ``N`` heads, ``L`` layers.
 
-Figures are made without pyplot: no global registry, nothing to close, and no display needed. In a notebook run
+The figures do not use pyplot: there is no global registry, nothing to close, and no display needed. In a notebook run
 ``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
 """
 
@@ -16,11 +16,21 @@ from jaxtyping import ArrayLike
 __all__ = ["attention_heatmap", "head_grid"]
 
 try:
+    from matplotlib import rc_context
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 except ImportError as missing:
     raise ImportError("jattn.plots needs matplotlib: pip install jattn[plots]") from missing
+
+
+class _Figure(Figure):
+    """A figure whose PDF and PostScript files hold TrueType fonts: many venues refuse Type 3, matplotlib's default."""
+
+    def savefig(self, *args: Any, **options: Any) -> None:
+        with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
+            super().savefig(*args, **options)
+
 
 QUERIES, KEYS = "Queries (Target)", "Keys (Source)"
 COLOURS = "Blues"  # white is no weight; prints well, and its lightness order survives color blindness
@@ -40,29 +50,29 @@ def attention_heatmap(
     colorbar: bool = True,
     title: str | None = None,
 ) -> Axes:
-    """Draws one head's attention: queries down, keys across.
+    """Draws one head's weights as a heatmap: a row for each query, a column for each key.
 
     Args:
         weights: ``[T, S]``, any array that NumPy can read.
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
-        tokenizer: turns ids, or its own strings such as ``"Ġcat"``, into text: of ``tokenizers`` or ``transformers``.
-            Matplotlib's own font has no Chinese and Japanese: name one that has in ``rcParams["font.family"]``.
+        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
+            Matplotlib's default font has no Chinese or Japanese: name another in ``rcParams["font.family"]``.
         ax: the axes to draw on; by default a new figure, large enough for readable labels.
-        vmax: the weight at the dark end of the scale; by default the largest weight. Use the same value for
-            plots to compare.
+        vmax: the weight at the dark end of the scale; by default the largest weight. To compare plots, use the same
+            value for all.
         cmap: a matplotlib color map.
         colorbar: whether to draw the color bar.
         title: text above the plot.
 
     Returns:
-        The axes; save with ``ax.figure.savefig("heads.png")``.
+        The axes; save with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType fonts).
 
     Raises:
-        ValueError: weights of another rank, or empty; labels of another number than T and S, or a negative id.
+        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S; an id is negative.
 
     Example:
-        >>> weights = np.eye(3)[[0, 0, 1]]  # a head that looks one token back
+        >>> weights = np.eye(3)[[0, 0, 1]]  # a previous-token head
         >>> ax = jattn.plots.attention_heatmap(weights, ["Le", "chat", "noir"])
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('Keys (Source)', 'Queries (Target)')
@@ -74,7 +84,7 @@ def attention_heatmap(
     if ax is None:
         cell = min(max(0.19, 2.6 / max(weights.shape)), 11.0 / max(weights.shape))  # inches
         height, width = (max(cell * size, 0.8) for size in weights.shape)
-        ax = Figure(figsize=(width + 1.7, height + 1.2), layout="compressed").subplots()
+        ax = _Figure(figsize=(width + 1.7, height + 1.2), layout="compressed").subplots()
     image = _draw(ax, weights, rows, columns, _top(weights, vmax), cmap)
     ax.set_xlabel(KEYS)
     ax.set_ylabel(QUERIES)
@@ -98,18 +108,18 @@ def head_grid(
     title: str | None = None,
     panel_size: float | None = None,
 ) -> Figure:
-    """Draws every head on one color scale.
+    """Draws every head's weights as heatmaps on one color scale.
 
     Args:
-        weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``, the heads of one layer. Stack the layers
-            with ``np.stack``: concatenated, their heads would be numbered through.
+        weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``, the heads of one layer. Stack layers
+            with ``np.stack``; if you concatenate them, the titles number their heads consecutively.
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
-        key_tokens: labels of the ``S`` keys, if they differ.
-        tokenizer: as in ``attention_heatmap``.
+        key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
+        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
         vmax: the weight at the dark end of the scale; by default the largest weight of any head.
         cmap: a matplotlib color map.
         columns: panels per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
-        titles: one per head, layer by layer; by default "layer l head n", or "head n" for ``[N, T, S]``.
+        titles: one for each head, layer by layer; by default "layer l head n", or "head n" for ``[N, T, S]``.
         title: text above the figure.
         panel_size: inches of a panel's longer side; by default it grows with the number of tokens.
 
@@ -117,8 +127,8 @@ def head_grid(
         The figure; save with ``figure.savefig("heads.png")``.
 
     Raises:
-        ValueError: weights of another rank, or empty; labels of another number than T and S, or titles than heads; a
-            negative id.
+        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S, or that of titles not
+            the number of heads; an id is negative.
 
     Example:
         >>> figure = jattn.plots.head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
@@ -143,7 +153,7 @@ def head_grid(
     longer = max(heads.shape[1:])
     size = panel_size or (1.5 if across > 6 else min(max(0.085 * longer, 1.7), 3.2))
     width, height = (size * max(side / longer, 0.25) for side in heads.shape[:0:-1])
-    figure = Figure(figsize=(across * (width + 0.15) + 1.5, rows * (height + 0.35) + 0.8), layout="compressed")
+    figure = _Figure(figsize=(across * (width + 0.15) + 1.5, rows * (height + 0.35) + 0.8), layout="compressed")
     axes: list[Axes] = list(figure.subplots(rows, across, squeeze=False).flat)
     images = []
     for i, ax in enumerate(axes):
@@ -221,7 +231,7 @@ def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, c
 
 
 def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:
-    """Labels as many cells as are readable: all, or every second, third, ..."""
+    """Labels as many cells as stay readable: all, or every second, third, ..."""
     font = min(max(0.85 * cell, _SMALLEST), _LARGEST)
     stride = math.ceil(1.1 * font / cell) if labels else math.ceil(2.2 * font / cell)
     ticks = range(0, size, max(stride, 1))

@@ -1,4 +1,4 @@
-"""Position embeddings without parameters: the sinusoidal table and rotary embeddings."""
+"""Computes position embeddings without parameters: the sinusoidal table and rotary embeddings."""
 
 import dataclasses
 import math
@@ -25,7 +25,11 @@ __all__ = [
 
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
-    """``table[p, 2i] = sin(p / 10000^(2i/dim))``, ``table[p, 2i+1] = cos(...)``; float32 ``[length, dim]``.
+    """The sinusoidal table ``[length, dim]``: ``sin(p / 10000^(2i/dim))`` at ``[p, 2i]``, its cosine at ``[p, 2i+1]``.
+
+    Args:
+        length: the number of positions p.
+        dim: the number of features; float32.
 
     Raises:
         ValueError: ``length`` is negative or ``dim`` is less than 1.
@@ -50,7 +54,7 @@ def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """``scaling=`` of ``Rotary``: position interpolation, every frequency divided by ``factor``.
+    """``scaling=`` of ``Rotary``: position interpolation, which divides every frequency by ``factor``.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.LinearScaling(4.0))
@@ -65,7 +69,7 @@ class LinearScaling:
     factor: float
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
-        """The scaled frequencies, and what cosine and sine are multiplied by."""
+        """The scaled frequencies, and the factor on cosine and sine."""
         return frequencies / self.factor, 1.0
 
 
@@ -73,7 +77,8 @@ class LinearScaling:
 class Llama3Scaling:
     """``scaling=`` of ``Rotary``: divides low frequencies by ``factor``, keeps high ones, and interpolates between.
 
-    Low: fewer than ``low_freq_factor`` turns within ``original_length``; high: more than ``high_freq_factor``.
+    Frequencies of fewer than ``low_freq_factor`` turns within ``original_length`` tokens are low, those of more than
+    ``high_freq_factor`` turns are high.
 
     Example:
         >>> scaling = jattn.positions.Llama3Scaling(factor=8.0, original_length=512)
@@ -100,10 +105,10 @@ class Llama3Scaling:
 class YarnScaling:
     """``scaling=`` of ``Rotary``: YaRN's "NTK by parts", which divides low frequencies by ``factor``.
 
-    Frequencies of more than ``beta_fast`` turns within ``original_length`` are kept, those below ``beta_slow`` turns
-    divided. Between, it interpolates linearly in the dimension, from one whole dimension to another, or with
-    ``truncate=False`` between the exact ones. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (and so scores
-    by its square), or by ``attention_factor`` if given.
+    Frequencies of more than ``beta_fast`` turns within ``original_length`` tokens are kept, those of fewer than
+    ``beta_slow`` turns are divided. Between these dimensions it interpolates linearly; ``truncate`` rounds them to
+    whole dimensions first. Cosine and sine are multiplied by ``attention_factor``, by default ``0.1 ln(factor) + 1``,
+    so scores are multiplied by its square.
 
     Example:
         >>> scaling = jattn.positions.YarnScaling(factor=4.0, original_length=512)
@@ -146,8 +151,8 @@ class YarnScaling:
 class DynamicScaling:
     """``scaling=`` of ``Rotary``: "dynamic NTK", a larger base for sequences longer than ``original_length``.
 
-    ``base * (factor * length / original_length - factor + 1) ^ (dim / (dim - 2))``. ``length`` is that of the call, or
-    the capacity of its cache, as ``at_length`` sets it; up to ``original_length``, nothing changes.
+    The base is ``base * (factor * length / original_length - factor + 1) ^ (dim / (dim - 2))``. ``at_length`` sets
+    ``length`` to the tokens of the call or the capacity of its cache; up to ``original_length``, nothing changes.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))
@@ -172,14 +177,14 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """``scaling=`` of ``Rotary``: LongRoPE, which divides every frequency by a factor of its own.
+    """``scaling=`` of ``Rotary``: LongRoPE, which divides each frequency by its own factor.
 
-    They are ``short_factors`` up to ``original_length`` tokens and ``long_factors`` beyond, for all tokens alike.
-    ``length`` is that of the call, or the capacity of its cache, as ``at_length`` sets it. Cosine and sine are
-    multiplied by ``attention_factor``.
+    The factors of all tokens are ``short_factors`` if ``length`` is at most ``original_length`` tokens, and
+    ``long_factors`` otherwise. ``at_length`` sets ``length`` to the tokens of the call or the capacity of its cache.
+    Cosine and sine are multiplied by ``attention_factor``.
 
     Raises:
-        ValueError: at a call, the factors are not half as many as the features that are rotated.
+        ValueError: at a call, the number of factors is not half that of the rotated features.
 
     Example:
         >>> scaling = jattn.positions.LongRopeScaling((1.0, 1.0), (1.5, 4.0), original_length=512)
@@ -201,8 +206,8 @@ class LongRopeScaling:
         for factors in (self.short_factors, self.long_factors):
             if len(factors) != len(frequencies):
                 raise ValueError(
-                    f"LongRopeScaling: short_factors and long_factors must be {len(frequencies)} each, half as many as "
-                    f"the features that are rotated, got {len(self.short_factors)} and {len(self.long_factors)}"
+                    f"LongRopeScaling: short_factors and long_factors must each have {len(frequencies)} entries, half "
+                    f"the number of rotated features, got {len(self.short_factors)} and {len(self.long_factors)}"
                 )
         short = self.short_factors == self.long_factors or self.length <= self.original_length
         return frequencies / np.asarray(self.short_factors if short else self.long_factors), self.attention_factor
@@ -213,11 +218,15 @@ class Rotary:
     """Rotary position embedding: rotates pairs of features by ``position * base^(-2i/dim)``.
 
     Feature ``i`` is paired with ``i + dim/2`` (the convention of GPT-NeoX, Llama's checkpoints on the hub and Flax).
-    ``fraction``: the leading share of the head dim that is rotated; the rest is unchanged. ``scaling``:
-    ``LinearScaling``, ``Llama3Scaling``, ``YarnScaling``, ``DynamicScaling`` or ``LongRopeScaling``.
 
-    ``Rotary()(x, positions)``: ``x [..., T, N, H]``, ``positions`` integers ``[T]`` or ``[..., T]``; returns x's shape
-    and dtype, computed in at least float32.
+    ``Rotary()(x, positions)`` takes ``x [..., T, N, H]`` and integers ``[T]`` or ``[..., T]``. It computes in at least
+    float32 and returns an array of x's shape and dtype.
+
+    Args:
+        base: the base of the frequencies, larger than 1.
+        fraction: the leading share of the head dim to rotate; the rest is unchanged.
+        scaling: changes the frequencies for long texts: ``LinearScaling``, ``Llama3Scaling``, ``YarnScaling``,
+            ``DynamicScaling`` or ``LongRopeScaling``; None for no change.
 
     Raises:
         ValueError: ``base`` is at most 1, ``fraction`` is not in (0, 1], or, at a call, shapes do not match.
@@ -244,7 +253,9 @@ class Rotary:
             raise ValueError(f"Rotary: fraction must lie in (0, 1], got {self.fraction}")
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
-        """Angle per position of each pair ``[dim/2]``, and what cosine and sine are multiplied by."""
+        """The angle per position of each pair, ``[dim/2]`` with dim = ``head_dim * fraction``, and the factor on both
+        cosine and sine.
+        """
         dim = int(head_dim * self.fraction)
         if dim % 2 or dim == 0:
             raise ValueError(
@@ -255,7 +266,7 @@ class Rotary:
         return (frequencies, 1.0) if self.scaling is None else self.scaling(frequencies, self.base)
 
     def __call__(self, x: Array, positions: ArrayLike) -> Array:
-        """``x [..., T, N, H]`` rotated by ``positions [T]`` or ``[..., T]``."""
+        """Rotates ``x [..., T, N, H]`` by ``positions [T]`` or ``[..., T]``."""
         if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer):
             positions = to_int32("Rotary: positions", positions)  # jax.numpy would truncate to 32 bits
         positions = jnp.asarray(positions)
@@ -282,10 +293,10 @@ jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part o
 
 
 def at_length(position: Any, length: Length) -> Any:
-    """The ``Rotary`` with the frequencies that it has for a text of ``length`` tokens; other positions as they are.
+    """The ``Rotary`` with its frequencies for a text of ``length`` tokens; returns any other ``position`` unchanged.
 
-    The modules and ``multi_head_attention`` call it with the tokens of a call, or with the capacity of its cache, so
-    that a text in chunks is rotated as the whole. A ``Rotary`` that is called directly has those of a short text.
+    The modules and ``multi_head_attention`` call it with the tokens of a call or the capacity of its cache, so that a
+    text in chunks is rotated like the whole. A ``Rotary`` that you call directly has the frequencies of a short text.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))

@@ -1,9 +1,9 @@
-"""Score functions, which modify ``scale * q·k + bias`` before the softmax.
+"""Defines score functions, which modify ``scale * q·k + bias`` before the softmax.
 
-A score function is any callable ``(score, b, h, q_idx, kv_idx) -> score`` over broadcastable arrays, elementwise:
+A score function is any elementwise callable ``(score, b, h, q_idx, kv_idx) -> score`` over broadcastable arrays, like
 FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). For a masked pair it gets a stand-in score of 1 and
-its result is discarded, so an infinite derivative with respect to the score is harmless there. What it computes from
-the indices alone must be finite everywhere. It runs under NumPy's dtype promotion, whatever the caller's setting.
+its result is discarded, so an infinite derivative with respect to the score is harmless there. Values that it computes
+from the indices alone must be finite everywhere. It runs under NumPy's dtype promotion, whatever the caller's setting.
 Every array that it holds or captures is differentiated.
 """
 
@@ -46,7 +46,9 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 @pytree_dataclass
 class Alibi:
-    """``score - slopes[h] * |q - kv|``: the further away, the lower. ``slopes`` floats ``[N]`` (``alibi_slopes(N)``).
+    """``score - slopes[h] * |q - kv|``: lowers scores in proportion to the distance.
+
+    ``slopes``: floats ``[N]``, such as ``alibi_slopes(N)``.
 
     Raises:
         TypeError: ``slopes`` is not a float array of rank 1.
@@ -73,22 +75,25 @@ class Alibi:
     def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
         slopes = jnp.asarray(self.slopes)
         dtype = jnp.promote_types(slopes.dtype, jnp.float32)
-        # In two halves, whose differences are exact in float, even if the positions' difference overflows int32.
+        # In two halves: their differences are exact in float, even if the positions' difference overflows int32.
         (q_high, q_low), (kv_high, kv_low) = _halves(q_idx, dtype), _halves(kv_idx, dtype)
         return score - slopes[h] * abs((q_high - kv_high) * 2**16 + (q_low - kv_low))
 
 
 @pytree_dataclass
 class RelativeBias:
-    """``score + table[bucket(kv - q), h]``: T5's learned bias; ``table`` floats ``[num_buckets, N]``, as in T5.
+    """``score + table[bucket(kv - q), h]``: T5's learned bias.
 
-    ``bidirectional``: half of the buckets are for keys after the query; otherwise all of those share bucket 0.
-    ``max_distance``: distances from here on share the last bucket. The first half of the buckets hold one distance
-    each, the second half logarithmic ranges.
+    The first half of the buckets hold one distance each, the second half logarithmic ranges of distances.
+
+    Args:
+        table: floats ``[num_buckets, N]``, as in T5.
+        bidirectional: half of the buckets are for keys after the query; otherwise these keys share bucket 0.
+        max_distance: this distance and longer ones share the last bucket.
 
     Raises:
         TypeError: ``table`` is not a float array of rank 2.
-        ValueError: too few buckets to hold a single distance, or ``max_distance`` lies within those.
+        ValueError: no bucket holds a single distance, or ``max_distance`` is one of these distances.
 
     Example:
         >>> mod, i = jattn.score_mods.RelativeBias(jnp.arange(8.0)[:, None]), np.arange(3)
@@ -111,8 +116,8 @@ class RelativeBias:
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(
-                f"score_mods.RelativeBias: table has {self.table.shape[0]} buckets, {exact} of which hold a single "
-                f"distance; that number must be positive and max_distance must be larger, got "
+                f"score_mods.RelativeBias: table has {self.table.shape[0]} buckets, and {exact} of them hold a single "
+                f"distance; that number must be positive and less than max_distance, got "
                 f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
             )
 
@@ -146,8 +151,8 @@ class SoftCap:
     """``cap * tanh(score / cap)``: bounds scores by ``cap``, a positive number or scalar array.
 
     Raises:
-        TypeError: ``cap`` is neither.
-        ValueError: ``cap`` is not positive, where that is known.
+        TypeError: ``cap`` is not a number or a scalar array.
+        ValueError: ``cap`` is known and not positive.
 
     Example:
         >>> mod = jattn.score_mods.SoftCap(50.0)
@@ -173,7 +178,7 @@ class SoftCap:
 
 @pytree_dataclass
 class Then:
-    """One score function after another; write ``then(first, second, ...)``.
+    """Applies the score function ``second`` after ``first``; write ``then(first, second, ...)``.
 
     Example:
         >>> double, cap = lambda score, b, h, q_idx, kv_idx: 2 * score, jattn.score_mods.SoftCap(1.0)
@@ -190,7 +195,7 @@ class Then:
             object.__setattr__(self, name, as_part(getattr(self, name)))
 
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
-        """Raises what the ``check`` of either raises."""
+        """Calls the ``check`` of both functions, which may raise."""
         check_fits(self.first, B, N, T, S)
         check_fits(self.second, B, N, T, S)
 
@@ -199,11 +204,11 @@ class Then:
 
 
 def then(*mods: ScoreMod) -> ScoreMod:
-    """``mods`` applied in order: ``then(f, g)`` is ``g(f(score, ...), ...)``.
+    """Applies the score functions ``mods`` in order: ``then(f, g)`` is ``g(f(score, ...), ...)``.
 
     Raises:
         TypeError: one of them is not callable, or is a class.
-        ValueError: there are none.
+        ValueError: no function is given.
 
     Example:
         >>> double, cap = lambda score, b, h, q_idx, kv_idx: 2 * score, jattn.score_mods.SoftCap(10.0)
@@ -246,7 +251,7 @@ def _halves(index: Index, dtype: DTypeLike) -> tuple[AnyArray, AnyArray]:
 
 
 def _offset(q_idx: Index, kv_idx: Index) -> AnyArray:
-    """``kv - q`` as int32, clipped to ``[-LARGEST, LARGEST]`` so that its negative fits, too."""
+    """``kv - q`` as int32, clipped to ``[-LARGEST, LARGEST]`` so that its negative also fits."""
     q_idx, kv_idx = _index(q_idx), _index(kv_idx)
     offset, after = kv_idx - q_idx, kv_idx > q_idx
     return jnp.where(after == (offset > 0), jnp.maximum(offset, -LARGEST), jnp.where(after, LARGEST, -LARGEST))

@@ -18,7 +18,7 @@ class Library(build_ext):
         compiler = self.compiler.compiler_so_cxx[0]
         if shutil.which(compiler) is None:
             raise SystemExit(
-                f"jattn-native is compiled from C++, and there is no compiler {compiler!r}: install GCC 12 or newer or "
+                f"jattn-native is compiled from C++, but there is no compiler {compiler!r}: install GCC 12 or newer or "
                 "Clang (Debian and Ubuntu: apt-get install g++; macOS: xcode-select --install), or name one in CXX"
             )
         super().build_extensions()

@@ -1,1 +1,1 @@
-"""Blockwise attention: which blocks there are, one block, the online softmax over them, and its derivatives."""
+"""Computes blockwise attention: lists of blocks, one block, the online softmax over blocks, and its derivatives."""

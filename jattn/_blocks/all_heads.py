@@ -1,4 +1,4 @@
-"""Blocks of all heads at once, on an accelerator: the gradients of query, key and value, and a GPU's forward pass.
+"""Computes blocks of all heads at once, on an accelerator: gradients of query, key and value, a GPU's forward pass.
 
 A block of rows or columns is a slice ``[B, rows, N, H]`` of an array ``[blocks, B, rows, N, H]``. That is the order in
 which the arrays lie in memory, so that they are not copied. Every operation inside the loops is a kernel that a GPU
@@ -142,7 +142,7 @@ def gradients(
 
 
 def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:
-    """A GPU's host waits for every condition of a loop whose number of trips it does not know."""
+    """Runs of rows. A GPU's host waits for every condition of a loop with an unknown number of trips."""
     return runs_of_rows(lists) if platform in GPUS else [(0, lists[0].starts.shape[0] - 1)]
 
 
@@ -155,7 +155,7 @@ def _over_rows(row_of_blocks: Callable[[Run, Index, tuple], tuple], runs: Sequen
 
 @dataclasses.dataclass(frozen=True)
 class _BlockedCall:
-    """A call whose blocks are taken for all heads at once."""
+    """A call that is split into blocks of all heads at once."""
 
     platform: str
     call: Call  # bias and slot masks padded to whole blocks

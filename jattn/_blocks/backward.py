@@ -92,7 +92,7 @@ def differentiable(
         others = any(x is not None for x in known[count:])
         if formula is not None and alone and others and number == 3:  # the formula knows no rounding error
             return _of_formula(formula, join, arrays, known)
-        # With these names a remat policy can save everything that the rule needs besides the inputs.
+        # With these names a remat policy can save everything that the rule needs in addition to the inputs.
         names = NAMES[0], NAMES[1], NAMES[1], NAMES[0]
         named = zip(compute(arrays, keeps_error), names, strict=False)
         z, row_max, _, *error = results = tuple(checkpoint_name(x, name) for x, name in named)
@@ -207,7 +207,7 @@ def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tup
     if d_out is None:
         return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
     d_acc = d_out * _inverse(row_sum)[..., None]
-    # Not d_acc times out, of which XLA would hold a second copy.
+    # Not d_acc times out: XLA would hold a second copy of it.
     return d_acc, d_row_sum - (d_out * exact_out(results)).sum(-1) * _inverse(row_sum)
 
 

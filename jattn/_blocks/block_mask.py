@@ -1,4 +1,4 @@
-"""Which blocks of the ``[T,S]`` matrix are computed: the block size, the tables of visible blocks, ``block_mask``.
+"""Decides which blocks of the ``[T,S]`` matrix are computed: block sizes, tables of visible blocks, ``block_mask``.
 
 A block without a visible pair is *empty* and skipped. A block whose pairs are all visible is *full* and computed
 without a mask. All others are *partial*. As in ``Mask.bounds``, ``any_visible`` tells which blocks are not empty and
@@ -124,20 +124,20 @@ def block_mask(
     num_heads: int | None = None,
     block_sizes: tuple[int, int] | None = None,
 ) -> BlockMask:
-    """``mask`` with the exact tables of its blocks, computed by evaluating every pair once, in linear memory.
+    """Adds to ``mask`` the exact tables of its blocks, by evaluating every pair once, in linear memory.
 
-    Use it for a plain function, whose blocks are otherwise unknown. Make it once, outside the layers and steps that use
-    it, and pass it as ``mask=`` to any of them. It combines with other masks by ``&``, ``|`` and ``~``. Outside
-    ``jit`` its tables are static and empty blocks cost nothing.
+    Use it for a plain function: attention cannot skip its empty blocks otherwise. Make it once, outside the layers and
+    steps that use it, and pass it as ``mask=`` to any of them. It combines with other masks by ``&``, ``|`` and ``~``.
+    If made outside ``jit``, its tables are static and empty blocks cost nothing.
 
     Args:
-        mask: ``(b, h, q_idx, kv_idx) -> bool``.
-        query_length, kv_length: T and S. Blocks beyond them count as partial.
+        mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise.
+        query_length, kv_length: T and S. Blocks beyond them are evaluated pair by pair.
         batch, num_heads: the number of sequences and heads, if the mask varies over them.
         block_sizes: queries and keys per block of the tables; at most 512 by default.
 
     Returns:
-        A ``Mask`` that equals ``mask`` pair by pair; a pytree.
+        A ``jattn.masks.Mask`` that equals ``mask`` pair by pair; a pytree.
 
     Raises:
         ValueError: ``mask`` uses b without ``batch`` or h without ``num_heads``, or ``block_sizes`` are not two

@@ -1,4 +1,4 @@
-"""``jattn.blockwise``: attention of one head in linear memory."""
+"""Defines ``jattn.blockwise``: attention of one head in linear memory."""
 
 from typing import Unpack
 
@@ -29,12 +29,19 @@ def blockwise(
     blocks to skip.
 
     Args:
-        block_sizes: queries and keys per block; ``choose_blocks`` in ``jattn._blocks.block_lists`` sets the default.
-            Changes no result beyond rounding.
-        others: as in ``jattn.attend``.
+        q, k, v: ``[T,H]``, ``[S,H]`` and ``[S,D]``, floats of one dtype.
+        head: the head's index h for ``mask``, ``score_mod`` and dropout; ``over_heads`` passes it.
+        block_sizes: queries and keys per block; by default chosen from T, S and the platform. It changes results only
+            by rounding.
+        options: the other keywords of ``jattn.attend``: ``mask``, ``bias``, ``score_mod``, ``scale``, ``batch``,
+            ``query_positions``, ``kv_positions``, ``dropout``, ``precision``.
+
+    Returns:
+        ``(out [T,D], lse [T])``; lse is float32 (float64 for float64 input).
 
     Raises:
-        TypeError, ValueError: as ``jattn.attend``, or ``block_sizes`` are not two positive integers.
+        TypeError, ValueError: an array has the wrong shape or dtype, a mask or score function returns one, or
+            ``block_sizes`` are not two positive integers.
 
     Example:
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 8))

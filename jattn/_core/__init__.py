@@ -1,1 +1,1 @@
-"""Attention of one head, its vmap over many, and how a call is checked, traced and sharded."""
+"""Computes attention of one head, maps it over many, and checks, traces and shards calls."""

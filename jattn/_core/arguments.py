@@ -1,4 +1,4 @@
-"""Arguments of attention, checked: ``make_call`` for all heads, ``make_head`` for one."""
+"""Checks the arguments of attention: ``make_call`` for all heads, ``make_head`` for one."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def make_call(
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
     dropout_rate: Any = 0.0, dropout_rng: Any = None, broadcast_dropout: Any = False, **options: Unpack[SharedOptions],
 ) -> Call:  # fmt: skip
-    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks. Takes anything."""
+    """The checked call, batched; ``is_causal`` and ``local_window_size`` become masks. Arguments may be any objects."""
     query, key, value = _qkv(query, key, value)
     (B, T, N, _), S = query.shape, key.shape[1]
     masks: list[Any] = [Causal()] if flag("is_causal", is_causal) else []
@@ -71,8 +71,8 @@ def make_head(
     by_key = k if v is None else v
     if any(x.ndim != 2 for x in arrays.values()) or q.shape[1] != k.shape[1] or by_key.shape[0] != k.shape[0]:
         raise ValueError(
-            f"one head takes q [T, H], k [S, H] and v [S, D], got {_types(arrays)}; over_heads maps it over all heads, "
-            "and dot_product_attention takes batches"
+            f"one head takes q [T, H], k [S, H] and v [S, D], got {_types(arrays)}; for all heads use over_heads, for "
+            "batches dot_product_attention"
         )
     if dropout is not None and not isinstance(dropout, Dropout):
         rate, rng = pair("dropout", dropout, "(rate, key)")
@@ -97,7 +97,7 @@ def make_head(
 def _make(
     query: Array, key: Array, value: Array | None, sizes: Mapping[str, Length], masks: Sequence[Any], **options: Any
 ) -> Call:
-    """The call with these fields besides masks, checked; ``sizes``: those of the axes that it has, by their letters."""
+    """The checked call with these fields and the masks; ``sizes``: the sizes of its axes, by their letters."""
     # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
     static = known if isinstance(query, Tracer) else lambda x: x
     slot_masks = [_fitting("mask", static(mask), sizes, "slot_masks") for mask in masks if not callable(mask)]

@@ -58,18 +58,19 @@ def attend(
     sum of ``exp(scores)`` over the keys, and ``out = exp(scores - lse) v``.
 
     Args:
-        q, k, v: queries, keys and values of one dtype. Products accumulate in at least float32.
-        mask: a callable ``(b, h, q_idx, kv_idx) -> bool`` over positions, a bool array ``[T|1, S|1]`` over slots, or
-            a sequence of these, joined by and. Keys and values that no query sees may hold anything, NaN included.
-        bias: added to the scores, ``[T|1, S|1]``, over slots.
-        score_mod: a callable ``(score, b, h, q_idx, kv_idx) -> score`` over positions.
-        scale: a number; ``1 / sqrt(H)`` by default.
-        batch, head: the indices that ``mask``, ``score_mod`` and dropout see; ``over_heads`` passes ``head``. Required
-            only if one of these varies by sequence or head.
-        query_positions, kv_positions: the positions they see; ``arange`` by default.
+        q, k, v: ``[T,H]``, ``[S,H]`` and ``[S,D]``, floats of one dtype. Products accumulate in at least float32.
+        mask: a function ``(b, h, q_idx, kv_idx) -> bool`` over positions, a bool array ``[T|1, S|1]`` over slots, or
+            a sequence of these, all of which must be True. Keys and values that no query sees may hold NaN.
+        bias: floats ``[T|1, S|1]`` added to the scores, over slots.
+        score_mod: a function ``(score, b, h, q_idx, kv_idx) -> score`` over positions.
+        scale: factor on the scores; ``1 / sqrt(H)`` by default.
+        batch, head: the indices b and h that ``mask``, ``score_mod`` and dropout see; ``over_heads`` passes ``head``.
+            Required only if one of these varies by sequence or head.
+        query_positions, kv_positions: integers ``[T]`` and ``[S]``, the positions that these functions see; by default
+            0, 1, 2, ...
         dropout: ``(rate, key)``. The kept weights depend only on the key and (b, h, q, kv); ``batch`` and ``head``
             default to 0.
-        precision: the precision of both products, as in ``jax.numpy.einsum``.
+        precision: the ``jax.lax.Precision`` of both products, or what ``jax.numpy.einsum`` takes for it.
 
     Returns:
         ``out`` in v's dtype; ``lse`` float32 (float64 for float64 input).
@@ -113,7 +114,7 @@ def dense_weights(head: Call) -> tuple[Array, Array]:
 
 
 def convert_mods(call: Call) -> Call:
-    """The call, of all heads or of one, with plain masks and score functions traced; arrays they capture are leaves."""
+    """The call (all heads or one) with plain masks and score functions traced; arrays that they capture are leaves."""
 
     def convert(name: str, mod: PyTree, kind: type, *score: DTypeLike) -> PyTree:
         return closure_convert(mod, lambda result: check_mod(name, result, kind, call.lengths), call.lengths, *score)
@@ -169,7 +170,7 @@ def _weights(head: Call, visible: Array | None) -> tuple[Array, Array]:
     if visible is not None:
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN in the products' derivatives is NaN.
         q, k = _zero_unseen(q, visible.any(axis=1)), _zero_unseen(k, visible.any(axis=0))
-    # The query may be in the softmax's dtype, so that its gradient is, too.
+    # The query may be in the softmax's dtype, so that its gradient has that dtype.
     raw = jnp.einsum(
         "th,sh->ts", q, k.astype(q.dtype), precision=head.precision, preferred_element_type=softmax_dtype(q)
     )
@@ -190,7 +191,7 @@ def finish_scores(
 ) -> Array:
     """The scores of one head, or of a block of them, from scaled ones: biased, modified and masked with -inf.
 
-    Here, and in ``Call.score_scale``, options change scores; kernels of their own refuse those that they do not know.
+    Options change scores only here and in ``Call.score_scale``. Other kernels refuse options that they do not know.
     """
     if bias is not None:
         scores += bias.astype(scores.dtype)

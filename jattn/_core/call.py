@@ -1,4 +1,4 @@
-"""``Call``: the record of one call of attention, which every implementation takes.
+"""Defines ``Call``, the record of one call of attention, which every implementation takes.
 
 An option is declared here alone: its keyword in a ``TypedDict``, for type checkers, and its field. Checks
 (``jattn._core.arguments``), one head's part (``jattn._core.vmap``), a device's part (``jattn._core.shard``), the parts
@@ -32,7 +32,7 @@ class ModOptions(TypedDict, total=False):
 
 
 class SharedOptions(ModOptions, total=False):
-    """Those of one head and of all heads."""
+    """The keywords that calls of one head and of all heads share."""
 
     query_positions: ArrayLike | None
     kv_positions: ArrayLike | None
@@ -58,7 +58,7 @@ class ScoreOptions(SharedOptions, total=False):
 
 
 class AttentionOptions(ScoreOptions, total=False):
-    """Those that affect the output: all its keywords except ``bias``, ``mask`` and what is computed and returned."""
+    """The keywords of ``jattn.dot_product_attention`` that affect the output, except ``bias`` and ``mask``."""
 
     sinks: ArrayLike | None
     dropout_rate: float
@@ -68,10 +68,10 @@ class AttentionOptions(ScoreOptions, total=False):
 
 @pytree_dataclass
 class Stack:
-    """The arrays of all layers of which a call's key and value are one, for kernels that read these where they are.
+    """The keys and values of all layers, one of which is the call's, for kernels that read them in place.
 
-    XLA copies a layer to hand it to a kernel, which takes as long as to attend to it. What a kernel does not read of
-    ``Call.key`` and ``value`` is not copied. What is differentiated has none (``jattn.api.attend_in_stack``).
+    XLA copies a layer to hand it to a kernel, which takes as long as attending to it. XLA does not copy what a kernel
+    does not read of ``Call.key`` and ``value``. Differentiated calls have no stack (``jattn.api.attend_in_stack``).
     """
 
     key: Float[Array, "L B S K H"]
@@ -85,10 +85,10 @@ def _option(
     """A field of ``Call``.
 
     Args:
-        axes: those of its array, letters of the legend in lower case; ``c`` is S, of all devices in a ring. One after
-            ``#`` may be 1 for what all share, and be left out in front.
-        kind: what its entries are: ``jnp.floating``, ``jnp.integer`` or ``bool``.
-        refused: the reason against the call of a kernel that does not take it; without one, every kernel does.
+        axes: the axes of its array, in lower-case letters of the legend; ``c`` is S, of all devices in a ring. An axis
+            after ``#`` may have size 1 if its entries are shared, and may then be left out in front.
+        kind: the kind of its entries: ``jnp.floating``, ``jnp.integer`` or ``bool``.
+        refused: why a kernel that does not support the option rejects the call; without it, every kernel supports it.
         static: whether it is part of the program, and hashable.
     """
     metadata = {"axes": tuple(re.findall("#?[a-z]", axes)), "kind": kind, "refused": refused, "static": static}
@@ -147,7 +147,7 @@ class Call:
         return self.first_batch, self.first_head, jnp.asarray(rows)[:, None], jnp.asarray(columns)[None, :]
 
     def has(self, option: str) -> bool:
-        """Whether an option is given, by its field; ``slot_masks``: besides those that are made of lengths."""
+        """Whether an option is given, by its field; ``slot_masks`` does not count those made from lengths."""
         value = getattr(self, option)
         if not isinstance(value, tuple):
             return value is not None
@@ -164,14 +164,14 @@ class Call:
     ) -> "Call":
         """The call for some of its queries and heads, over some of its keys.
 
-        Bias and mask arrays are cut, too. Masks, score functions and dropout see the indices that they see in the whole
-        call: positions, which are the slots taken unless given, and heads. The lengths count slots of the whole call,
+        This also cuts bias and mask arrays. Masks, score functions and dropout see the same indices as in the whole
+        call: heads, and positions, which are the slots taken unless given. The lengths count slots of the whole call,
         so only the mask arrays made from them remain.
 
         Args:
             rows, columns: the slots of queries and of keys.
             heads: key/value heads, with the query heads that share them.
-            pair_columns: the columns of bias and mask arrays, if they are others.
+            pair_columns: the columns of bias and mask arrays, if they differ from ``columns``.
         """
         group = self.query.shape[2] // self.key.shape[2]
         query_heads = None if heads is None else Chunk(heads.first * group, heads.size * group)

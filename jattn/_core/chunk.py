@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 
 class Chunk(NamedTuple):
-    """``size`` consecutive slots from ``first`` on, which may be traced."""
+    """``size`` consecutive slots starting at ``first``, which may be traced."""
 
     first: int | Int[Array, ""]
     size: int

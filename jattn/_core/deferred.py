@@ -1,4 +1,4 @@
-"""A primitive whose function is traced at lowering: each ``call`` is a single operation that JAX transforms.
+"""Defines a primitive that traces its function at lowering: each ``call`` is a single operation that JAX transforms.
 
 ``call(fn, *args, out=...)`` adds one operation to the program; ``fn(platform, *args)`` is traced when that operation is
 lowered. Blockwise attention relies on the consequences:
@@ -187,9 +187,9 @@ _lowering: contextvars.ContextVar[Lowering] = contextvars.ContextVar("lowering",
 
 
 def is_partitioned() -> bool:
-    """Whether the program that is being lowered is one that XLA divides over devices, which it cannot do to a kernel.
+    """Whether XLA divides the program that is being lowered over devices, which it cannot do to a kernel.
 
-    What ``jax.jit`` makes of arrays on several devices is, unless all axes of their mesh are manual.
+    XLA does so with what ``jax.jit`` makes of arrays on several devices, unless all axes of their mesh are manual.
     """
     return _lowering.get().partitioned
 
@@ -207,8 +207,8 @@ def device() -> Any:
     return _lowering.get().device
 
 
-# All that is read of JAX's own, undocumented objects: attributes of the context that a lowering rule gets. Of the
-# ``axis_context``, besides: inside jax.shard_map ``mesh`` and ``manual_axes``, else ``num_devices`` and
+# Everything that is read from JAX's undocumented objects: attributes of the context that a lowering rule gets. From
+# its ``axis_context``, also ``mesh`` and ``manual_axes`` inside jax.shard_map, else ``num_devices`` and
 # ``device_assignment``. tests/jattn/test_deferred.py says which of them a new JAX lacks.
 OF_JAX = {
     "axis_context": "module_context.axis_context",

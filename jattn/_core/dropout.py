@@ -1,4 +1,4 @@
-"""Dropout of attention weights. The kept weights depend only on the key and on (b, h, q, kv).
+"""Drops attention weights. Which weights are kept depends only on the key and on (b, h, q, kv).
 
 So they are the same for every implementation and block size, and in the backward pass.
 """

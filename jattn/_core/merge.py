@@ -1,4 +1,4 @@
-"""Attention over parts of the keys: ``merge`` joins the results of two, ``unmerge`` takes one out of the whole."""
+"""Joins attention over two parts of the keys (``merge``), or removes one part from the whole (``unmerge``)."""
 
 import math
 
@@ -13,10 +13,17 @@ def merge(
     out_b: Float[Array, "*rows D"],
     lse_b: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Joins attention over two disjoint sets of keys: outputs ``[...,D]`` with their log-sum-exps ``[...]``.
+    """Joins attention over two disjoint sets of keys.
 
-    ``lse = log(e^lse_a + e^lse_b)``, ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``. Associative and
-    commutative with unit ``(0, -inf)``. ``out`` is computed in lse's dtype and has out_a's.
+    ``lse = log(e^lse_a + e^lse_b)``, ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``. The operation is
+    associative and commutative, with unit ``(0, -inf)``.
+
+    Args:
+        out_a, out_b: the outputs ``[...,D]`` of both parts.
+        lse_a, lse_b: their log-sum-exps ``[...]``, from ``return_residual=True``.
+
+    Returns:
+        ``(out, lse)``. ``out`` is computed in lse's dtype and returned in that of ``out_a``.
 
     Example:
         >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
@@ -46,14 +53,21 @@ def unmerge(
     part_out: Float[Array, "*rows D"],
     part_lse: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Takes the keys of one part out of the whole: what ``merge`` with that part makes ``(out, lse)``.
+    """Removes the keys of one part from attention over all keys: the inverse of ``merge`` with that part.
 
-    With ``share = e^(part_lse - lse)``: ``lse + log(1 - share)`` and ``(out - share part_out) / (1 - share)``. A part
-    with an lse of -inf changes nothing. A part that holds everything leaves ``(0, -inf)``, with derivatives of 0.
-    ``out`` is computed in lse's dtype and has its own.
+    With ``share = e^(part_lse - lse)``, the result is ``(out - share part_out) / (1 - share)`` and
+    ``lse + log(1 - share)``. A part with an lse of -inf changes nothing. A part that holds everything leaves
+    ``(0, -inf)``, with derivatives of 0.
 
-    What is left has a relative error of about ``eps / (1 - share)``, where eps is the rounding of the given outputs and
+    The result has a relative error of about ``eps / (1 - share)``, where eps is the rounding of the given outputs and
     log-sum-exps. If the part may hold nearly everything, compute attention over the other keys instead.
+
+    Args:
+        out, lse: the output ``[...,D]`` and log-sum-exp ``[...]`` over all keys.
+        part_out, part_lse: those over the keys to remove.
+
+    Returns:
+        ``(out, lse)`` over the other keys. ``out`` is computed in lse's dtype and returned in its own.
 
     Example:
         >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
@@ -63,7 +77,7 @@ def unmerge(
         >>> np.allclose(out, left[0], atol=1e-3)
         True
     """
-    held = (part_lse >= lse) | (lse == -jnp.inf)  # everything; False for NaN, which then shows
+    held = (part_lse >= lse) | (lse == -jnp.inf)  # everything; False for NaN, which then stays visible
     log_share = jnp.where(held, -1.0, part_lse - lse)  # -1, so that no derivative is infinite
     rest = -jnp.expm1(log_share)  # 1 - share
     # Each is exact where the other is not; the minimum keeps the first one's derivative finite there.

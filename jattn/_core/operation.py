@@ -1,4 +1,4 @@
-"""What a deferred operation computes: a function of arrays, with its derivatives and batches. All compare by value.
+"""Functions of arrays that a deferred operation computes, their derivatives and batches; all compare by value.
 
 ``jattn._core.deferred`` puts operations into programs. Making one traces nothing; only calling it does.
 """

@@ -42,7 +42,7 @@ class MeshAxes:
 
     @property
     def leaves_axes(self) -> bool:
-        """Whether the mesh has other axes, which are left to XLA and may divide what one device computes."""
+        """Whether the mesh has other axes. XLA handles these and may divide over them what one device computes."""
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return any(
             kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in self.named for name, kind in kinds
@@ -68,7 +68,8 @@ class MeshAxes:
         self.check_size("keys", "keys (S)", S)
         if K % heads and heads % K:
             raise ValueError(
-                f"{K} key/value heads (K) cannot be divided over {self.names('heads')}: one must divide the other"
+                f"{K} key/value heads (K) cannot be divided over {self.names('heads')}: K must divide the number of "
+                "devices or be a multiple of it"
             )
 
     def check_size(self, kind: str, label: str, size: int, multiple: int = 1) -> None:
@@ -184,9 +185,9 @@ def per_device(
     """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with its results assembled.
 
     Args:
-        out_axes: for each result (a pytree of them) the letters of its axes, as in ``AXES``; further axes are whole.
+        out_axes: for each result (a pytree of them) the letters of its axes; further axes are whole.
         extra: arrays, each with the letters of its axes.
-        multiple: the chunks of the sequence on each device, as in ``MeshAxes.check``.
+        multiple: the number of chunks of the sequence on each device.
     """
     mesh_axes.check(call, multiple)
     whole_kv_heads = call.key.shape[2] % mesh_axes.parts("heads") != 0
@@ -231,7 +232,7 @@ def map_shards(
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     sharded = jax.shard_map(fn, mesh=mesh, axis_names=manual, check_vma=False, **specs)
 
-    @jax.jit  # needed inside jit, too: there, constants get types
+    @jax.jit  # also needed inside jit, where constants get types
     def run(*arrays: Any) -> PyTree:
         if AxisType.Explicit in mesh.axis_types:
             reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -1,7 +1,7 @@
-"""Attention sinks: a score of every head for attending to nothing, which has no value.
+"""Attention sinks: each head's score for attending to nothing, which has no value.
 
-It is part of the softmax's denominator and of the lse: one more part of the keys, with an output of 0 and the sink as
-its lse, which ``merge`` joins to the result. So no kernel knows of it, and its gradient is that of ``merge``.
+A sink adds to the softmax's denominator and to the lse. ``merge`` joins it to the result as one more part of the keys,
+with an output of 0 and the sink as its lse. So kernels need not support sinks, and their gradient is that of ``merge``.
 """
 
 import jax.numpy as jnp

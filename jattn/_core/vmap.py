@@ -24,15 +24,19 @@ Lift = Callable[..., Mapped]  # ``jax.vmap``, or a loop: ``(fn, in_axes, out_axe
 def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.vmap) -> Mapped:
     """Maps ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head over all heads of a sequence, by ``vmap``.
 
-    The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
-    one entry per head, or of 1, shared by all (``value`` and ``rest`` may be None). If K < N, every N/K consecutive
-    query heads share a key and value head, which is not repeated (grouped queries, https://arxiv.org/abs/2305.13245).
-    ``out_axes``: the head axis of each output, counted from the front, as in ``jax.vmap``. With ``sequential_vmap`` as
-    ``lift``, the heads run in a loop. If ``fn`` has a keyword-only argument ``head``, as ``attend`` and
-    ``functools.partial(attend, ...)`` do, it receives the head's index.
+    If K < N, every N/K consecutive query heads share a key and value head, which is not repeated (grouped-query
+    attention, https://arxiv.org/abs/2305.13245).
 
-    Raises:
-        ValueError: N is not a multiple of K.
+    Args:
+        fn: the function of one head. If it has a keyword-only argument ``head``, as ``attend`` and
+            ``functools.partial(attend, ...)`` do, it receives the head's index.
+        out_axes: the head axis of each output, counted from the front, as in ``jax.vmap``.
+        lift: ``jax.vmap``, or ``jattn._core.vmap.sequential_vmap`` to run the heads in a loop.
+
+    Returns:
+        A function of ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N
+        (one entry per head) or 1 (shared by all). ``value`` and ``rest`` may be None. It raises ``ValueError`` if N is
+        not a multiple of K.
 
     Example:
         >>> from functools import partial
@@ -119,7 +123,7 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
 def canonical(call: Call) -> Call:
     """The *canonical call*: a checked call in the form in which equal calls are equal and share one compilation.
 
-    Plain masks and score functions are expanded into traced ones, whose captured arrays are leaves, and the scale
+    Plain masks and score functions are expanded into traced ones with their captured arrays as leaves, and the scale
     becomes an array of the softmax's dtype. The default scale is dropped (None), because kernels that have it built in
     need not multiply. ``sharded`` notes whether the arrays may lie on several devices, which types no longer show where
     the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_call``.
@@ -144,7 +148,7 @@ def over_call(
     """``one_head(head, *per_head, *per_sequence)`` for every head of every sequence, ``head`` a ``Call`` of one head.
 
     Args:
-        out_axes: as in ``over_heads``, without the batch axis, which comes first.
+        out_axes: the head axis of each output, not counting the batch axis, which comes first.
         per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
             is 1 stay NumPy arrays.
         sequences, heads: ``sequential_vmap`` to run them one by one, with only one's arrays live.

@@ -1,1 +1,1 @@
-"""What masks and score functions are made of: pytrees, checks, look-ups, and traced functions."""
+"""Supports masks and score functions: pytrees, checks, look-ups, and traced functions."""

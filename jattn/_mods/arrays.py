@@ -1,4 +1,4 @@
-"""Small array helpers for NumPy and JAX, and the context in which masks and score functions are called."""
+"""Provides small array helpers for NumPy and JAX, and the context in which masks and score functions are called."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
 
 
 def maximum(x: jax.Array, axis: int | None = -1) -> jax.Array:
-    """The largest numbers along an axis; NaN if there is one, -inf of none.
+    """The largest numbers along an axis; NaN if any is NaN, -inf if the axis is empty.
 
     On a CPU ``jnp.max`` of 4096 numbers or more in all, float32 or float64, loses a NaN (JAX 0.10.2 to 0.12.0.1): XLA
     gives such reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``. If the array lies

@@ -1,4 +1,4 @@
-"""``check_bounds``: what a mask says of whole blocks and of whole rows, compared with its own pairs."""
+"""Compares what a mask says about whole blocks and whole rows with its pairs (``check_bounds``)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +16,17 @@ MOST = 2**20  # blocks in one call of ``bounds``
 def check_bounds(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int = 1) -> None:
     """Checks ``mask.bounds`` and ``mask.interval`` against the pairs of T queries and S keys, by brute force.
 
-    For tests of your own masks. A block that ``bounds`` wrongly calls empty is skipped, and one that it wrongly calls
+    Use it to test your own masks. A block that ``bounds`` wrongly calls empty is skipped, and one that it wrongly calls
     full is computed without the mask: the numbers are then wrong, without an error.
 
-    Along an axis of at most 32, blocks begin and end anywhere; along a longer one, their lengths are powers of two,
-    from every multiple of half of it. Positions are ``0 .. T - 1`` and ``0 .. S - 1``. Takes time and memory O(T·S).
+    Along an axis of at most 32, blocks begin and end anywhere. Along a longer axis, their lengths are powers of two,
+    and they begin at every multiple of half their length. Positions are ``0 .. T - 1`` and ``0 .. S - 1``. Takes
+    O(T·S) time and memory.
 
     Args:
-        mask: its arrays must be known, not traced.
-        T, S: the numbers of queries and keys. Small ones check most; the mask's own numbers must lie within them.
+        mask: a ``jattn.masks.Mask`` with known arrays, not traced ones.
+        T, S: the numbers of queries and keys. Small numbers are checked most thoroughly, but must exceed the mask's own
+            lengths and windows.
         batch, num_heads: the numbers of sequences and heads, if the mask varies over them.
 
     Raises:
@@ -45,8 +47,8 @@ def check_bounds(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int =
     """
     if not isinstance(mask, Mask):
         raise TypeError(
-            f"check_bounds: mask must be an object of a class that extends jattn.masks.Mask, got {mask!r}; only these "
-            "have bounds"
+            f"check_bounds: mask must be an object of a class that extends jattn.masks.Mask, since only these have "
+            f"bounds, got {mask!r}"
         )
     q, kv = np.arange(T, dtype=np.int32), np.arange(S, dtype=np.int32)
     pairs = np.empty((batch, num_heads, T, S), bool)

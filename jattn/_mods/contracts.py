@@ -1,4 +1,4 @@
-"""The functions that users write: what a mask and a score function take and return."""
+"""Defines the functions that users write: what masks and score functions take and return."""
 
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""Unknown keyword arguments of public functions: which one was probably meant."""
+"""Suggests which keyword argument was probably meant by an unknown one."""
 
 import difflib
 import functools
@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 
 _CAUSAL = ("is_causal", "mask=jattn.masks.Causal()")
 _DROPOUT = ("dropout_rate", "dropout=(rate, key)")
-_WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)", "left, the keys besides the query's own")
+_WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)", "left, not counting the query's own key")
 _WEIGHTS = ("return_weights", "sow_weights", "jattn.attention_weights(query, key, ...)")
 _SOFT_CAP = ("score_mod=jattn.score_mods.SoftCap(cap)",)
 _KEY_MASK = ("key_value_seq_lengths, or mask=mask[:, None, None, :]", "mask")
-# What other functions call an argument, and what to write here. The first whose keyword the function has is shown.
+# Names of arguments in other libraries, and what to write here. The first that the function has as a keyword is shown.
 MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "q": ("query",), "k": ("key",), "v": ("value",), "query": ("q",), "key": ("k",), "value": ("v",),
@@ -40,7 +40,7 @@ MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``fn``, whose error for an unknown keyword argument also says which one was probably meant."""
+    """``fn``, with an error for unknown keyword arguments that also says which one was probably meant."""
     parameters = inspect.signature(fn).parameters
     known = {*parameters, *(name for parameter in parameters.values() for name in unpacked_keywords(parameter))}
 

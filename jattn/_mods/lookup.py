@@ -1,4 +1,4 @@
-"""Look-ups in tables by position, inside masks: single entries, and summaries of whole blocks.
+"""Looks up tables by position, inside masks: single entries, and summaries of whole blocks.
 
 Results are NumPy arrays if everything is static, so that a static mask stays static; otherwise jax.numpy. Intervals of
 positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the table.
@@ -38,7 +38,7 @@ def ranks(ids: AnyArray) -> jax.Array:
 
 
 def shared(table: AnyArray, b: Index, h: Index) -> tuple[Index, Index]:
-    """Batch and head indices into a 4-D table whose axes of size 1 are shared by all."""
+    """Batch and head indices into a 4-D table; axes of size 1 are shared by all."""
     xp = namespace(b, h)  # not ``b * 0``: the result must not even formally depend on b
     return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
 

@@ -1,4 +1,4 @@
-"""The base class of masks, and how masks combine. ``jattn.masks`` has the masks themselves."""
+"""Defines the base class of masks, and how masks combine. ``jattn.masks`` has the masks themselves."""
 
 import operator
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Bounds = tuple[Bools, Bools]
 
 
 class Mask:
-    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too.
+    """Base class of masks that combine with others and can bound blocks. Any plain function can also be a mask.
 
-    A subclass defines ``__call__``, and ``bounds`` if implementations shall skip its empty blocks. See also
-    :func:`~jattn.pytree_dataclass`, which makes it a pytree, and :func:`~jattn.masks.check_bounds`.
+    A subclass defines ``__call__``, and ``bounds`` if implementations should skip its empty blocks.
+    :func:`~jattn.pytree_dataclass` makes it a pytree, and :func:`~jattn.masks.check_bounds` tests it.
 
     Example:
         >>> @jattn.pytree_dataclass
@@ -38,38 +38,39 @@ class Mask:
 
     def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         """``True`` where a pair is visible; index arrays broadcast."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which pairs are visible: define __call__")
+        raise NotImplementedError(f"{type(self).__name__} must define __call__, which says which pairs are visible")
 
     def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
 
-        ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
-        are: sound, but not always tight. NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so
-        one call can describe a grid of blocks.
+        The block is that of head ``h`` in sequence ``b``. ``any_visible`` is False only if no pair of the block is
+        visible, and ``all_visible`` is True only if all pairs are. They may be too cautious, but never wrong. They are
+        NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so one call can describe a grid of
+        blocks.
 
-        A wrong answer gives wrong numbers without an error: check yours with ``jattn.masks.check_bounds``.
+        A wrong answer gives wrong numbers without an error: test yours with ``jattn.masks.check_bounds``.
         """
         return np.True_, np.False_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-        """``(first, last)``: a query sees the keys ``first <= kv_idx <= last`` and no others; none if ``last < first``.
+        """``(first, last)``: query ``q_idx`` sees the keys ``first <= kv_idx <= last`` only; none if ``last < first``.
 
-        None if what a query sees is not always one interval of keys. That must follow from the class and its static
-        fields alone, not from the indices or from arrays. Unlike ``bounds``, an interval must be exact: kernels for a
-        few kinds of masks use it in place of ``__call__``, and so run with a mask class of your own. Check it with
-        ``jattn.masks.check_bounds``, too.
+        The query is that of head ``h`` in sequence ``b``. Return None if a query does not always see one interval of
+        keys. That must follow from the class and its static fields, not from indices or arrays. Unlike ``bounds``, an
+        interval must be exact: kernels for a few kinds of masks use it instead of ``__call__``, and so support your own
+        mask class. ``jattn.masks.check_bounds`` tests it.
 
-        int32, clipped where a sum overflows, or Python integers that are the same for all queries. ``-2**31`` and
-        ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a query that is
-        there itself. NumPy if everything is static, otherwise JAX arrays. Arguments, int32, broadcast; a result has
-        only the axes that it depends on.
+        Results are int32, clipped where a sum overflows, or Python integers that are the same for all queries.
+        ``-2**31`` and ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a
+        query at that position. Results are NumPy if everything is static, otherwise JAX arrays. Arguments are int32 and
+        broadcast; a result has only the axes that it depends on.
         """
         return None
 
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
 
-        Called by ``dot_product_attention``. T and S are None if positions are given; tables may then have any length.
+        ``dot_product_attention`` calls it. T and S are None if positions are given: tables may then have any length.
         """
 
     def __and__(self, other: object) -> "And":
@@ -89,14 +90,14 @@ class Mask:
 
     @property
     def ndim(self):
-        """A mask has none. Flax's ``combine_masks`` reads it first, and its error then says what to write instead."""
+        """Raises: a mask has no axes. Flax's ``combine_masks`` reads this, and the error says what to write instead."""
         raise AttributeError(
             f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
             "masks by &, as in Causal() & masks.Dense(array)"
         )
 
     def __bool__(self):
-        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not and, or")
+        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not by and, or")
 
 
 def _as_parts(mask: Mask, *fields: str) -> None:
@@ -114,9 +115,14 @@ def _as_mask(mask: object) -> MaskFunction:
 
 
 def bounds(mask: MaskFunction, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
-    """``mask.bounds(...)``; ``(True, False)`` for a plain function.
+    """``(any_visible, all_visible)`` of a block: ``mask.bounds(...)``, or ``(True, False)`` for a plain function.
 
     Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Args:
+        mask: a ``Mask`` or a function.
+        b, h: the indices of the sequence and the head.
+        q_min, q_max, kv_min, kv_max: the first and last positions of the block; arrays broadcast.
 
     Example:
         >>> causal = jattn.masks.Causal()
@@ -132,10 +138,14 @@ def bounds(mask: MaskFunction, b: Index, h: Index, q_min: Index, q_max: Index, k
 
 
 def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-    """``mask.interval(...)``; None for a plain function, and for a mask that holds one.
+    """``(first, last)``, the keys that each query sees: ``mask.interval(...)``; None for a mask with a plain function.
 
-    A mask of a class that is not registered with JAX is one, too: where its values are traced, only ``__call__`` is
-    left of it. Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+    A mask of a class that is not registered with JAX counts as a plain function: tracing keeps only its ``__call__``.
+    Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Args:
+        mask: a ``Mask`` or a function.
+        b, h, q_idx: int32 indices of sequence and head, and positions of queries; they broadcast.
 
     Example:
         >>> mask = jattn.masks.SlidingWindow(2) & jattn.masks.Prefix(4)
@@ -182,7 +192,7 @@ class _Pair(Mask):
 
 @pytree_dataclass
 class And(_Pair):
-    """Visible where both masks are True; write ``a & b``.
+    """Visible where both masks, ``left`` and ``right``, are True; write ``left & right``.
 
     Example:
         >>> mask, i = jattn.masks.Causal() & jattn.masks.SlidingWindow(1), np.arange(3)
@@ -205,7 +215,7 @@ class And(_Pair):
 
 @pytree_dataclass
 class Or(_Pair):
-    """Visible where either mask is True; write ``a | b``.
+    """Visible where either mask, ``left`` or ``right``, is True; write ``left | right``.
 
     Example:
         >>> mask, i = jattn.masks.Causal() | jattn.masks.Prefix(2), np.arange(3)
@@ -229,7 +239,7 @@ class Or(_Pair):
 
 @pytree_dataclass
 class Not(Mask):
-    """Visible where the mask is False; write ``~a``.
+    """Visible where ``mask`` is False; write ``~mask``.
 
     Example:
         >>> mask, i = ~jattn.masks.Causal(), np.arange(3)
@@ -270,7 +280,7 @@ def and_masks(*masks: MaskFunction) -> Mask:
 
     Raises:
         TypeError: one of them is not callable, or is a class.
-        ValueError: there are none.
+        ValueError: no mask is given.
 
     Example:
         >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2
@@ -281,7 +291,11 @@ def and_masks(*masks: MaskFunction) -> Mask:
 
 
 def or_masks(*masks: MaskFunction) -> Mask:
-    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True. Raises as ``and_masks``.
+    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True.
+
+    Raises:
+        TypeError: one of them is not callable, or is a class.
+        ValueError: no mask is given.
 
     Example:
         >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2

@@ -1,4 +1,4 @@
-"""Masks and score functions as pytrees: ``pytree_dataclass``, and plain functions inside of them."""
+"""Makes masks and score functions pytrees: ``pytree_dataclass``, and plain functions inside them."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Class = TypeVar("Class", bound=type)
 def static_field(**options: Any) -> Any:
     """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable and static under tracing.
 
-    Takes the options of ``dataclasses.field``, such as ``default``.
+    ``options`` are the keywords of ``dataclasses.field``, such as ``default``.
 
     Example:
         >>> @jattn.pytree_dataclass
@@ -46,7 +46,7 @@ def pytree_dataclass(cls: Class) -> Class:
     only itself, because arrays have no single truth value.
 
     Example:
-        A mask of your own, whose ``bounds`` let blocks be skipped, on every mesh:
+        Your own mask, with ``bounds`` that allow skipping blocks, on every mesh:
 
         >>> @jattn.pytree_dataclass
         ... class Dilated(jattn.masks.Mask):
@@ -121,7 +121,7 @@ def as_part(mod: PyTree) -> PyTree:
 
 
 def holds_plain_function(mod: PyTree) -> bool:
-    """Whether ``mod`` is or contains a plain function, whose captured values may change from call to call.
+    """Whether ``mod`` is or contains a plain function. Its captured values may change from call to call.
 
     A callable of a class that is not registered with JAX counts as one.
     """

@@ -1,4 +1,4 @@
-"""Masks and score functions as kernels evaluate them, on tiles of pairs of a query and a key.
+"""Converts masks and score functions for kernels, which evaluate them on tiles of pairs of a query and a key.
 
 A kernel has elementwise operations only. But most look-ups of a ``mod(b, h, q_idx, kv_idx)`` depend on one index: a
 slope on the head, a segment id on the query or the key. ``make_tile_function`` traces the function and separates the
@@ -54,7 +54,7 @@ class _Step:
 
 @dataclasses.dataclass
 class TileFunction:
-    """A traced mask or score function: equations on scalars, whose values are numbered.
+    """A traced mask or score function: equations on scalars, with numbered values.
 
     ``axes``: for each value, the indices that it depends on. ``arguments``: the score's number, if there is one, then
     those of ``b, h, q_idx, kv_idx``. ``outside``: the values to compute outside of the kernel, and what each runs over:

@@ -1,4 +1,4 @@
-"""Fields of masks and score functions: checks at construction, and integers as int32.
+"""Checks the fields of masks and score functions at construction, and converts integers to int32.
 
 All arithmetic on positions, lengths and ids is in int32. JAX would silently truncate NumPy's wider integers, and
 differences of narrow or unsigned integers wrap around.
@@ -85,7 +85,7 @@ def check_array(name: str, x: AnyArray, expected: str, kind: Any, *shapes: tuple
 
 
 def pair(name: str, x: Any, parts: str) -> tuple[Any, Any]:
-    """The two entries of ``x``, a tuple, list or array; a dict, a string or a set would also unpack, into other things.
+    """The two entries of ``x``, a tuple, list or array. A dict, string or set would also unpack, but not into a pair.
 
     Raises ValueError, with what the ``parts`` are.
     """

@@ -1,4 +1,4 @@
-"""Circuits: which output feeds which input, what each such edge is worth, and whether some edges alone do the work."""
+"""Finds circuits: scores the edges between outputs and inputs, and tests whether a few edges suffice."""
 
 from jattn.circuits._attribution import edge_attribution, mean_outputs
 from jattn.circuits._edge_scores import EdgeScores

@@ -1,4 +1,4 @@
-"""``edge_attribution``: what each edge of a model is worth to a metric."""
+"""Scores each edge of a model by its effect on a metric (``edge_attribution``)."""
 
 from typing import Any
 
@@ -41,36 +41,39 @@ def edge_attribution(
     per_example: bool = False,
     progress: bool = True,
 ) -> EdgeScores:
-    """What each edge of a model is worth to a metric: its change if the edge carries what was written in another run.
+    """Scores each edge of a model: how a metric changes if the edge carries the output of another run.
 
     An edge leads from a writer (the embedding, a head, an MLP) to a later reader (the query, key or value of a head, an
-    MLP, the logits). With the edge cut, that reader alone reads the writer's corrupt output, and all others read the
-    clean one. One sequence is looked at after another, in memory linear in its length, and in at least float32.
+    MLP, the logits). If the edge is cut, only its reader reads the writer's corrupt output, and all others read the
+    clean one. Sequences run one by one, in memory linear in their length, and in at least float32.
 
     Args:
-        model: of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
-        clean: integers ``[B,T]``.
-        corrupt: what a cut edge carries: of other tokens ``[B,T]``, such as the same text with another name; of
-            :func:`~jattn.circuits.mean_outputs`; or ``"zero"``, nothing.
+        model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
+        clean: integers ``[B,T]``, the tokens.
+        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, such as the same text with another
+            name; the outputs that :func:`~jattn.circuits.mean_outputs` returns; or ``"zero"``, no output.
         metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as a difference of two logits; with
-            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it. It is compiled once for each
-            function object: define it once, and pass what changes between calls as ``labels``.
+            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it. Each function object is
+            compiled once: define the metric once, and pass what changes between calls as ``labels``.
         method: ``"eap"``: the metric's derivative at the clean input times the change, ``2 + 3`` passes for all edges.
             ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean embeddings.
-            ``"exact"``: cuts each of ``edges`` in a run of its own.
-        steps: of ``"eap-ig"``.
-        edges: bool ``[R,W]``, those to score (``Graph.select``); all by default. ``"exact"`` needs it.
-        within: bool ``[R,W]``, of ``"exact"``: a circuit, so that edges outside of it are cut in all runs. With
-            ``edges`` the same, scores tell whether each of its edges is needed (minimality).
-        labels: a pytree of arrays ``[B, ...]``, an entry of which the metric gets for each sequence.
-        valid: bool ``[B,T]``, False for padding, of ``clean`` and ``corrupt`` alike; for models of ``jattn.interop``.
+            ``"exact"``: cuts each of ``edges`` in a separate run.
+        steps: the number of inputs of ``"eap-ig"``.
+        edges: bool ``[R,W]``, the edges to score (``Graph.select``); all by default. ``"exact"`` needs it.
+        within: bool ``[R,W]``, for ``"exact"``: a circuit. All runs cut the edges outside of it. If ``edges`` is the
+            same circuit, the scores show whether each of its edges is needed (minimality).
+        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
+        valid: bool ``[B,T]``, False for padding, of both ``clean`` and ``corrupt``; for models of ``jattn.interop``.
         per_example: keep the scores of each sequence.
         progress: show a line of progress.
 
+    Returns:
+        An ``EdgeScores``, with ``scores [R,W]`` of R readers and W writers.
+
     Raises:
-        ValueError: shapes that do not match, clean and corrupt tokens that are equal, a metric that is no floating
-            scalar or is not finite, edges that do not exist, an unknown method; as ``graph_of``.
-        TypeError: as ``graph_of``.
+        ValueError: shapes do not match; clean and corrupt tokens are equal; the metric is not a floating scalar or not
+            finite; an edge does not exist; ``method`` is unknown; the residual stream is not a sum (``graph_of``).
+        TypeError: the model is neither of these.
 
     Example:
         >>> from flax import nnx
@@ -94,9 +97,9 @@ def edge_attribution(
     examples.check_outputs(parts)
     graph = parts.graph
     if method == "exact" and edges is None:
-        raise ValueError(f"edges: 'exact' runs the model for each edge, and there are {graph.edges.sum()}; choose some")
+        raise ValueError(f"method='exact' runs the model once per edge, here {graph.edges.sum()} times; choose edges=")
     if method != "exact" and within is not None:
-        raise ValueError("within is for method='exact'")
+        raise ValueError(f"within needs method='exact', got method={method!r}")
     scored = graph.edges if edges is None else graph.checked(edges)
     whole = graph.edges if within is None else graph.checked(within)
     every, total, ends = [], np.zeros(whole.shape), []
@@ -123,16 +126,20 @@ def edge_attribution(
 def mean_outputs(
     model: nnx.Module, tokens: ArrayLike, *, valid: ArrayLike | None = None, progress: bool = True
 ) -> Outputs:
-    """What each writer of a model writes on average, over all tokens of a data set: a corruption that tells nothing.
+    """The mean output of each writer of a model over all tokens of a data set, for mean ablation of edges.
 
     Args:
-        model: as in :func:`~jattn.circuits.edge_attribution`.
+        model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         tokens: integers ``[B,T]``.
         valid: bool ``[B,T]``, False for padding, which does not count.
         progress: show a line of progress.
 
+    Returns:
+        ``Outputs`` with 1 in place of T, to pass as ``corrupt``.
+
     Raises:
-        ValueError, TypeError: as ``edge_attribution``.
+        ValueError: shapes do not match, or an output is not finite; the residual stream is not a sum (``graph_of``).
+        TypeError: the model is neither of these.
 
     Example:
         >>> from flax import nnx
@@ -152,7 +159,7 @@ def mean_outputs(
     count = tokens.size if valid is None else int(valid.sum())
     mean = jax.tree.map(lambda x: x / count, total)
     if not count or not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(mean)):
-        raise ValueError("tokens: what the model writes is not finite (are all tokens within the vocabulary?)")
+        raise ValueError("tokens: an output of the model is not finite (are all tokens within the vocabulary?)")
     return mean
 
 
@@ -172,7 +179,7 @@ def _by_gradient(parts: Parts, example: Example, changes: Array, metric: Metric,
         at = embedding + (1.0 - share) * changes[0]
         total += np.asarray(gradient_scores(parts, example, at, changes, metric))
     if not np.isfinite(total).all():
-        raise ValueError("metric has a derivative that is not finite, so edges have no score by gradients; try 'exact'")
+        raise ValueError("metric has a derivative that is not finite, so gradients give no scores; use method='exact'")
     return np.asarray(total / len(shares))
 
 

@@ -1,4 +1,4 @@
-"""``EdgeScores``: what each edge is worth, and which edges that makes a circuit of."""
+"""Holds the scores of edges, and selects circuits by them (``EdgeScores``)."""
 
 import dataclasses
 import heapq
@@ -16,13 +16,13 @@ class EdgeScores:
     """The result of :func:`~jattn.circuits.edge_attribution`: NumPy arrays.
 
     Attributes:
-        graph: names and order of readers R and writers W.
+        graph: the names and the order of the readers R and writers W.
         scores: ``[R,W]``, the change of the metric if the edge carries the corrupt output; the mean over examples; 0
-            where there is no edge, or it was not scored.
-        scored: bool ``[R,W]``: the edges that were.
-        clean, corrupt: ``[B]``, the metric of each example with all edges, and with none.
+            for pairs that are not edges or were not scored.
+        scored: bool ``[R,W]``: which edges were scored.
+        clean, corrupt: ``[B]``, the metric of each example with all edges, and with no edges.
         method: how scores were computed.
-        per_example: ``[B,R,W]``, if asked for.
+        per_example: ``[B,R,W]``, the scores of each example, or None.
 
     Example:
         >>> graph = jattn.circuits.Graph(1, 1, 1)
@@ -43,18 +43,18 @@ class EdgeScores:
     per_example: np.ndarray | None = None
 
     def top(self, count: int) -> np.ndarray:
-        """Bool ``[R,W]``: the ``count`` edges with the largest scores, of either sign."""
+        """Bool ``[R,W]``: the ``count`` edges with the largest absolute scores."""
         return self._mask(self._ranked()[: self._checked(count)])
 
     def greedy(self, count: int) -> np.ndarray:
-        """Bool ``[R,W]``: the first ``count`` edges of ``greedy_order``; fewer, if no more are connected."""
+        """Bool ``[R,W]``: the first ``count`` edges of ``greedy_order``, or fewer if no more are connected."""
         return self._mask(self.greedy_order()[: self._checked(count)])
 
     def greedy_order(self) -> np.ndarray:
         """Integers ``[E,2]``: reader and writer of each edge, from the logits backwards.
 
-        The next is always that with the largest score among those whose reader is part of the circuit so far, so every
-        edge leads on to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
+        Each step adds the edge with the largest absolute score among those into a reader of the circuit so far, so
+        every edge leads on to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
         """
         readers_of = self._readers_by_writer()
         strength, chosen, reached = np.abs(self.scores), [], set()
@@ -82,9 +82,9 @@ class EdgeScores:
         return json.dumps({**sizes, "method": self.method, "metric": metric, "edges": edges}, indent=1)
 
     def to_graphviz(self, count: int) -> str:
-        """The first ``count`` edges of ``greedy_order`` in Graphviz' language; ``dot -Tpdf`` draws them.
+        """The first ``count`` edges of ``greedy_order`` in Graphviz's DOT language, for ``dot -Tpdf``.
 
-        A query, key or value is drawn as an edge of that kind to its head, or to a point that its heads share.
+        An edge into a query, key or value leads to its head, or to a point that its heads share.
         """
         edges = self._named(count)
         largest = max((abs(score) for *_, score in edges), default=1.0) or 1.0
@@ -103,7 +103,7 @@ class EdgeScores:
         return "\n".join([*dict.fromkeys(lines), "}"])
 
     def columns(self) -> dict[str, np.ndarray]:
-        """``writer``, ``reader`` and ``score`` of every edge, the largest first."""
+        """``writer``, ``reader`` and ``score`` of every scored edge, the largest absolute score first."""
         ranked = self._ranked()
         writers, readers = (np.array(names, object) for names in (self.graph.writers, self.graph.readers))
         return {
@@ -113,7 +113,7 @@ class EdgeScores:
         }
 
     def table(self, rows: int = 20) -> str:
-        """The edges with the largest scores as text, one a line."""
+        """The ``rows`` edges with the largest absolute scores as text, one per line."""
         gap = f"metric: clean {self.clean.mean():.4g}, corrupt {self.corrupt.mean():.4g}; {self.method}"
         columns = self.columns()
         first = zip(*(columns[name][:rows] for name in ("writer", "reader", "score")), strict=True)
@@ -130,7 +130,7 @@ class EdgeScores:
         try:
             import pandas  # type: ignore
         except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or see columns()") from None
+            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or use columns()") from None
 
         return pandas.DataFrame(self.columns())
 
@@ -152,7 +152,7 @@ class EdgeScores:
 
     def _checked(self, count: int) -> int:
         if not 0 <= count <= self.scored.sum():
-            raise ValueError(f"count must be from 0 to the {self.scored.sum()} edges that have scores, got {count}")
+            raise ValueError(f"count must be from 0 to {self.scored.sum()}, the number of scored edges, got {count}")
         return count
 
     def _readers_by_writer(self) -> Mapping[int, list[int]]:

@@ -1,4 +1,4 @@
-"""The sequences that a circuit is looked at on, and what its cut edges carry instead."""
+"""Checks the sequences on which a circuit runs, and what its cut edges carry."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from jaxtyping import ArrayLike
 from jattn.circuits._parts import Parts
 from jattn.circuits._runs import Example, Metric, Outputs, base_metric, nothing_of, outputs_of, plain_metric
 
-# What a cut edge carries: of other tokens, of given outputs, or nothing.
+# What a cut edge carries: the outputs on other tokens, given outputs, or nothing.
 Base = Example | Outputs | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Sequences and what is put in the place of cut edges, checked."""
+    """The sequences, and what cut edges carry, checked."""
 
     clean: np.ndarray
     corrupt: np.ndarray | Outputs | str
@@ -37,7 +37,7 @@ class Examples:
             corrupt = _tokens("corrupt", corrupt)
             if corrupt.shape != clean.shape:
                 raise ValueError(
-                    f"clean and corrupt must be tokens of one shape, since edges are cut token by token, got "
+                    f"clean and corrupt must be tokens of one shape, since edges are cut token by token, got shapes "
                     f"{list(clean.shape)} and {list(corrupt.shape)}; pad both alike and pass valid="
                 )
             if same := [i for i, pair in enumerate(zip(clean, corrupt, strict=True)) if (pair[0] == pair[1]).all()]:
@@ -49,19 +49,19 @@ class Examples:
         for leaf in jax.tree.leaves(labels):
             if np.shape(leaf)[:1] != clean.shape[:1]:
                 raise ValueError(
-                    f"labels must be arrays [B, ...] with B = {len(clean)}, got {list(np.shape(leaf))} (np.array makes "
-                    "one of a list)"
+                    f"labels must be arrays [B, ...] with B = {len(clean)}, got shape {list(np.shape(leaf))}; convert "
+                    "lists with np.array"
                 )
         return cls(clean, corrupt, labels, valid)
 
     def check_outputs(self, parts: Parts) -> None:
-        """Raises ``ValueError`` if corrupt outputs are another model's, or of another length."""
+        """Raises ``ValueError`` if the corrupt outputs come from another model, or have another length."""
         if isinstance(self.corrupt, Outputs):
             graph, shape = parts.graph, jnp.shape(self.corrupt.heads)
             if shape[:2] != (graph.num_layers, graph.num_heads) or shape[2:3] not in ((1,), self.clean.shape[1:]):
                 raise ValueError(
                     f"corrupt: outputs of heads must be [L, N, 1 or T, M] with L, N, T = {graph.num_layers}, "
-                    f"{graph.num_heads}, {self.clean.shape[1]}, got {list(shape)}; use mean_outputs of this model"
+                    f"{graph.num_heads}, {self.clean.shape[1]}, got shape {list(shape)}; use mean_outputs of this model"
                 )
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ def as_outputs(parts: Parts, example: Example, base: Base) -> Outputs:
 
 
 def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, number: int) -> tuple[float, float]:
-    """The metric with all edges, and with none; raises ``ValueError`` if one is not finite."""
+    """The metric with all edges, and with no edges; raises ``ValueError`` if one is not finite."""
     clean = float(plain_metric(parts, example, metric))
     if isinstance(base, Example):  # the metric is of the clean tokens, whatever the model reads
         corrupt = float(plain_metric(parts, example, metric, base.tokens))
@@ -98,7 +98,7 @@ def check_finite(clean: float, corrupt: float, number: int) -> tuple[float, floa
     """Both; raises ``ValueError`` if one is not finite."""
     if not np.isfinite([clean, corrupt]).all():
         raise ValueError(
-            f"metric of example {number} is {clean} with all edges and {corrupt} with none; a metric must be finite "
+            f"metric of example {number} is {clean} with all edges and {corrupt} with none; the metric must be finite "
             "(are all tokens within the vocabulary?)"
         )
     return clean, corrupt

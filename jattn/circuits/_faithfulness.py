@@ -1,4 +1,4 @@
-"""A circuit is run: the model with all other edges cut, and how much of a metric that keeps."""
+"""Runs a circuit: the model with all other edges cut, and how much of a metric that keeps."""
 
 import dataclasses
 import warnings
@@ -29,21 +29,27 @@ def run_circuit(
     labels: Any = None,
     valid: ArrayLike | None = None,
 ) -> Array | np.ndarray:
-    """The model with these edges alone: all others carry what was written in the corrupt run, edge by edge and exact.
+    """Runs a model with these edges only: all other edges carry the outputs of the corrupt run, exactly.
 
-    With all edges it is the model on the clean tokens, with none on the corrupt ones. Compiled once for all sets of
-    edges.
+    With all edges it is the model on the clean tokens, with no edges on the corrupt tokens. One compilation serves all
+    sets of edges.
 
     Args:
-        model, clean, corrupt, labels, valid: as in :func:`~jattn.circuits.edge_attribution`.
-        edges: bool ``[R,W]``, such as ``EdgeScores.top(100)`` or ``Graph.select(pairs)``; or several, ``[S,R,W]``.
-        metric: as there; None: the logits.
+        model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
+        clean: integers ``[B,T]``, the tokens.
+        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, those of ``mean_outputs``, or
+            ``"zero"``.
+        edges: bool ``[R,W]``, such as ``EdgeScores.top(100)`` or ``Graph.select(pairs)``; or S sets, ``[S,R,W]``.
+        metric: ``(logits [T,V], tokens [T]) -> []``, with ``labels`` as a third argument if given; None returns logits.
+        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
+        valid: bool ``[B,T]``, False for padding; for models of ``jattn.interop``.
 
     Returns:
         The metric of each example, ``[B]`` or ``[S,B]``; or the logits ``[B,T,V]`` or ``[S,B,T,V]``.
 
     Raises:
-        ValueError: edges that do not exist; as ``edge_attribution``.
+        ValueError: an edge does not exist; shapes do not match; the result is not finite; the residual stream is not a
+            sum (``graph_of``).
 
     Example:
         >>> from flax import nnx
@@ -76,18 +82,18 @@ def run_circuit(
 
 @dataclasses.dataclass(frozen=True)
 class Faithfulness:
-    """The result of :func:`~jattn.circuits.faithfulness`: NumPy arrays, of S sizes of a circuit.
+    """The result of :func:`~jattn.circuits.faithfulness`: NumPy arrays, for S sizes of a circuit.
 
-    What is kept is ``(metric - corrupt) / (clean - corrupt)`` of means over examples: 1 is the whole model, 0 none.
+    The kept share is ``(metric - corrupt) / (clean - corrupt)`` of means over examples: 1 with all edges, 0 with none.
 
     Attributes:
-        sizes: ``[S]``, how many edges the circuit has.
-        edges: bool ``[S,R,W]``, which.
-        kept: ``[S]``, by the circuit.
-        interval: ``[S,2]``, of 95%, over examples drawn again; of one example, a point.
-        random: ``[S]``, by as many edges that were drawn at random.
-        left: ``[S]``, by all edges but the circuit: near 0 if the circuit is complete.
-        clean, corrupt: ``[B]``, the metric of each example with all edges, and with none.
+        sizes: ``[S]``, the number of edges of the circuit.
+        edges: bool ``[S,R,W]``, the edges of the circuit.
+        kept: ``[S]``, the share that the circuit keeps.
+        interval: ``[S,2]``, the 95% interval of ``kept``, by resampling examples; for one example, a point.
+        random: ``[S]``, the share that as many random edges keep.
+        left: ``[S]``, the share that all edges outside the circuit keep: near 0 if the circuit is complete.
+        clean, corrupt: ``[B]``, the metric of each example with all edges, and with no edges.
         values: ``{"circuit" | "random" | "left": [S,B]}``, the metric of each example.
         area: the mean of ``kept`` over the share of edges from the first size to the last, by the trapezoidal rule.
 
@@ -116,7 +122,7 @@ class Faithfulness:
     area: float
 
     def table(self) -> str:
-        """Size, what is kept with its interval, what random edges keep, and what is left without the circuit."""
+        """A text table: size, kept share with its interval, share of random edges, share without the circuit."""
         lines = [f"{'edges':>8} {'kept':>7} {'95% interval':>18} {'random':>7} {'left':>7}"]
         every = zip(self.sizes, self.kept, self.interval, self.random, self.left, strict=True)
         for size, kept, (low, high), random, left in every:
@@ -139,23 +145,34 @@ def faithfulness(
     seed: int = 0,
     progress: bool = True,
 ) -> Faithfulness:
-    """How much of a metric circuits of several sizes keep, beside random edges, and how much is left without them.
+    """Measures how much of a metric circuits of several sizes keep, compared with random edges, and without them.
 
-    Choose edges on some examples, and judge them on others: ``scores`` are of one set, ``clean`` of another.
+    Choose edges on one set of examples and judge them on another: pass ``scores`` of the first set and ``clean`` of the
+    second.
 
     Args:
-        model, clean, corrupt, metric, labels, valid, progress: as in :func:`~jattn.circuits.edge_attribution`.
-        scores: by which edges are chosen.
-        sizes: numbers of edges, which are sorted; by default ten from 0.1% to all, evenly on a logarithmic scale.
+        model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
+        clean: integers ``[B,T]``, the tokens.
+        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, those of ``mean_outputs``, or
+            ``"zero"``.
+        metric: ``(logits [T,V], tokens [T]) -> []``, with ``labels`` as a third argument if given.
+        scores: the ``EdgeScores`` that choose the edges.
+        sizes: numbers of edges, sorted; by default ten from 0.1% to all, evenly spaced on a logarithmic scale.
         choose: ``"greedy"``, from the logits backwards (``EdgeScores.greedy``), or ``"top"``, the largest scores.
+        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
+        valid: bool ``[B,T]``, False for padding; for models of ``jattn.interop``.
         seed: of the random edges.
+        progress: show a line of progress.
+
+    Returns:
+        A ``Faithfulness``; ``table()`` shows it as text.
 
     Raises:
-        ValueError: sizes that are not numbers of edges, an unknown choice; as ``edge_attribution``.
+        ValueError: a size is not a number of edges, or ``choose`` is unknown; the arguments do not fit each other.
 
     Warns:
-        UserWarning: clean and corrupt do not differ in the metric by more than examples vary, so that a share of the
-            difference says little.
+        UserWarning: clean and corrupt differ in the metric by no more than examples vary, so shares of the difference
+            mean little.
 
     Example:
         >>> from flax import nnx
@@ -177,16 +194,16 @@ def faithfulness(
     examples.check_outputs(parts)
     graph, total = parts.graph, int(scores.scored.sum())
     if graph != scores.graph:
-        raise ValueError("scores are of a model with other layers or heads")
+        raise ValueError("scores must be of this model, but they have other layers or heads")
     by_default = np.unique(np.geomspace(max(1, total // 1000), total, 10).round().astype(int)).tolist()
     wanted: Sequence[int] = by_default if sizes is None else sorted(set(sizes))
     if not wanted or not scores.scored[-1].any():
-        raise ValueError("sizes must not be empty, and scores must hold edges into the logits: others keep nothing")
+        raise ValueError("sizes must not be empty, and scores must include edges into the logits")
     every = np.stack([scores.greedy(size) if choose == "greedy" else scores.top(size) for size in wanted])
     counts, rng = every.sum((1, 2)), np.random.default_rng(seed)
     if counts.tolist() != list(wanted):
         warnings.warn(
-            f"only {counts.max()} of the scored edges lead on to the logits, so sizes {list(wanted)} become "
+            f"only {counts.max()} of the scored edges lead to the logits, so sizes {list(wanted)} become "
             f"{counts.tolist()}",
             UserWarning,
             stacklevel=2,
@@ -234,7 +251,7 @@ def _warn_if_small(gaps: np.ndarray) -> None:
     if abs(gaps.mean()) <= 2 * error or not gaps.mean():
         warnings.warn(
             f"clean and corrupt differ in the metric by {gaps.mean():.3g} on average, with a standard error of "
-            f"{error:.3g}: shares of that difference say little; take a corruption that the metric sees",
+            f"{error:.3g}: shares of that difference mean little; use a corruption that changes the metric",
             UserWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The edges of a model: what writes to the residual stream, and what reads it later."""
+"""Lists the edges of a model, from what writes to the residual stream to what reads it later."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Graph:
 
     Attributes:
         num_layers, num_heads, num_kv_heads: L, N, K.
-        parallel: attention and MLP of a layer read the same input, so there is no edge between them.
+        parallel: attention and MLP of a layer read the same input, so that no edge connects them.
 
     Example:
         >>> graph = jattn.circuits.Graph(num_layers=2, num_heads=4, num_kv_heads=2)
@@ -60,7 +60,7 @@ class Graph:
 
     @property
     def readers_of_layer(self) -> int:
-        """How many readers a layer has, its MLP included; the writers of a layer are its heads and its MLP."""
+        """The number of readers of a layer, including its MLP. The writers of a layer are its heads and its MLP."""
         return self.num_heads + 2 * self.num_kv_heads + 1
 
     @property
@@ -76,32 +76,30 @@ class Graph:
         return np.arange(1 + L * (N + 1)) < before[:, None]
 
     def select(self, pairs: Iterable[tuple[str, str]]) -> np.ndarray:
-        """Bool ``[R,W]``, True for these edges, pairs of the names of a writer and a reader.
+        """Bool ``[R,W]``, True for these edges: pairs of the names of a writer and a reader.
 
         Raises:
-            ValueError: an unknown name, or a pair that is no edge, since the reader does not come after the writer.
+            ValueError: a name is unknown, or a reader does not come after its writer.
         """
         writers, readers = ({name: i for i, name in enumerate(names)} for names in (self.writers, self.readers))
         chosen, edges = np.zeros((len(readers), len(writers)), bool), self.edges
         for writer, reader in pairs:
             for kind, name, known in (("writer", writer, writers), ("reader", reader, readers)):
                 if name not in known:
-                    raise ValueError(f"edges: there is no {kind} {name!r}, but for example {', '.join([*known][:5])}")
+                    raise ValueError(f"edges: there is no {kind} {name!r}; names are like {', '.join([*known][:5])}")
             at = readers[reader], writers[writer]
             if not edges[at]:
-                raise ValueError(
-                    f"edges: {reader!r} does not come after {writer!r}, so it cannot read what that writes"
-                )
+                raise ValueError(f"edges: {reader!r} does not come after {writer!r}, so it cannot read its output")
             chosen[at] = True
         return chosen
 
     def checked(self, edges: ArrayLike) -> np.ndarray:
-        """``edges`` as bools ``[...,R,W]``; raises ``ValueError`` if they are not, or hold a pair that is no edge."""
+        """``edges`` as bools ``[...,R,W]``; raises ``ValueError`` if they are not, or if a pair is not an edge."""
         edges, exist = np.asarray(edges), self.edges
         if edges.dtype != bool or edges.shape[-2:] != exist.shape:
             raise ValueError(
-                f"edges must be bools [..., R, W] = [..., {exist.shape[0]}, {exist.shape[1]}] (Graph.select makes "
-                f"them), got {edges.dtype} of shape {list(edges.shape)}"
+                f"edges must be bools [..., R, W] = [..., {exist.shape[0]}, {exist.shape[1]}], as from Graph.select, "
+                f"got {edges.dtype} of shape {list(edges.shape)}"
             )
         if (wrong := edges & ~exist).any():
             reader, writer = np.argwhere(wrong.reshape(-1, *exist.shape).any(0))[0]
@@ -109,10 +107,10 @@ class Graph:
         return edges
 
     def heads_of(self, reader: int) -> np.ndarray:
-        """The writers whose output a reader changes: heads that have the query, or share the key or value; an MLP.
+        """The writers that a reader affects: the head of a query, the heads that share a key or value, or an MLP.
 
-        Norms that heads share (of all queries as one, or of what attention adds) carry a little to a layer's other
-        heads, which is not counted.
+        Norms over all heads (of all queries together, or of attention's output) also affect the layer's other heads a
+        little, which is not counted.
         """
         L, N, K, per_layer = self.num_layers, self.num_heads, self.num_kv_heads, self.readers_of_layer
         layer, at = divmod(reader, per_layer)
@@ -129,11 +127,11 @@ class Graph:
 
 
 def graph_of(model: nnx.Module) -> Graph:
-    """The edges of a model of ``jattn.interop``, or of a :class:`~jattn.circuits.CircuitModel` of your own.
+    """The ``Graph`` of a model of ``jattn.interop``, or of your own :class:`~jattn.circuits.CircuitModel`.
 
     Raises:
-        TypeError: the model is neither.
-        ValueError: its residual stream is not a sum: norms of the stream itself, as in BERT.
+        TypeError: the model is neither of these.
+        ValueError: its residual stream is not a sum, because norms act on the stream itself, as in BERT.
 
     Example:
         >>> from flax import nnx
@@ -147,10 +145,10 @@ def graph_of(model: nnx.Module) -> Graph:
         config = model.config
         if not (config.norm_first or config.norm_outputs):
             raise ValueError(
-                f"a {config.family} has norms of its residual stream itself, so that is not a sum of what is written"
+                f"model: a {config.family} norms its residual stream itself, so the stream is not a sum of outputs"
             )
         if config.norm_outputs and config.out_bias:
-            raise ValueError(f"a {config.family} norms attention's output with its bias, which belongs to no head")
+            raise ValueError(f"model: a {config.family} norms attention's output with a bias that belongs to no head")
         kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
         return Graph(config.num_layers, config.num_heads, kv_heads, config.parallel)
     layers: Any = getattr(model, "layers", None)
@@ -181,12 +179,12 @@ def _check_attention(layer: int, attention: Any) -> None:
     if not usual or attention.attention_fn is not dot_product_attention:
         raise TypeError(
             f"the attention of layer {layer} must be a jattn.nnx.MultiHeadAttention with its own __call__ and "
-            f"attention_fn, got {type(attention).__name__}; options of the call belong into attention_options"
+            f"attention_fn, got {type(attention).__name__}; put options of the call into attention_options"
         )
     if attention.dtype is not None and jnp.dtype(attention.dtype).itemsize < 4:
         raise ValueError(
-            f"the attention of layer {layer} has dtype={jnp.dtype(attention.dtype)}, whose rounding would be part of "
-            "every score; make it with dtype=None or float32"
+            f"the attention of layer {layer} has dtype={jnp.dtype(attention.dtype)}, and every score would include its "
+            "rounding; use dtype=None or float32"
         )
     if attention.dropout_rate > 0 and not attention.deterministic:
         raise ValueError(f"the attention of layer {layer} has dropout; call model.eval() first")

@@ -1,4 +1,4 @@
-"""``circuit_report``: a circuit, and what its heads look at, as one offline page."""
+"""Writes a circuit, and what its heads look at, as one offline page (``circuit_report``)."""
 
 import dataclasses
 import functools
@@ -20,9 +20,10 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CircuitReport(Report):
-    """A page with a circuit above the heads of a report. It shows itself in a notebook; ``save(path)`` writes it.
+    """A page with a circuit above the heads of a report. Notebooks display it; ``save(path)`` writes it.
 
-    :func:`~jattn.circuits.circuit_report` makes it. ``section`` is the circuit's part, HTML.
+    :func:`~jattn.circuits.circuit_report` makes it. ``section`` is the HTML of the circuit; the other fields are those
+    of ``jattn.reports.Report``.
 
     Example:
         >>> issubclass(jattn.circuits.CircuitReport, jattn.reports.Report)
@@ -49,24 +50,24 @@ def circuit_report(
     title: str = "Circuit",
     path: str | Path | None = None,
 ) -> CircuitReport:
-    """A page with the circuit, layers upward, as wide as its edges' scores; a click on a head opens its pattern.
+    """An offline page with the circuit of a model; a click on a head opens its attention pattern.
 
-    A slider changes the number of edges, greedily from the logits backwards. The page fetches nothing, and saves its
-    picture as SVG.
+    Layers go upward, and lines are as wide as the scores of their edges. A slider sets the number of edges, chosen
+    greedily from the logits backwards. The page fetches nothing, and saves its picture as SVG.
 
     Args:
-        scores: of ``edge_attribution``.
-        report: of the same model's heads on a text, such as ``jattn.report(jattn.interop.look(model, tokens), tokens)``
-            or ``jattn.survey(...).report()``. Its roles are named.
-        kept: of ``faithfulness``, whose curve is drawn beside the circuit.
-        shown: the number of edges at first.
-        most: of the slider.
+        scores: the result of ``edge_attribution``.
+        report: a report on the same model's heads, such as ``jattn.report(jattn.interop.look(model, tokens), tokens)``
+            or ``jattn.survey(...).report()``. The circuit shows its roles.
+        kept: the result of ``faithfulness``; the page draws its curve next to the circuit.
+        shown: the number of edges shown at first.
+        most: the largest number of edges on the slider.
         title: of the page.
-        path: where to write the file; None for nowhere.
+        path: the file to write; None writes no file.
 
     Raises:
-        ValueError: the report has not as many heads as the model; ``kept`` is not finite; ``shown`` or ``most`` is less
-            than 1.
+        ValueError: the report and the model have different numbers of heads; ``kept`` is not finite; ``shown`` or
+            ``most`` is less than 1.
         OSError: ``path`` is in a folder that does not exist, or cannot be written.
 
     Example:
@@ -88,7 +89,7 @@ def circuit_report(
             f"{len(report.heads)} heads"
         )
     if kept is not None and not np.isfinite([*kept.kept, *kept.random, *kept.interval.ravel()]).all():
-        raise ValueError("kept has shares that are not finite: clean and corrupt do not differ in the metric")
+        raise ValueError("kept must be finite, but is not, because the metric is equal on clean and corrupt inputs")
     if shown < 1 or most < 1:
         raise ValueError(f"shown and most must be at least 1, got {shown} and {most}")
     section = _filled("circuit.html", {
@@ -106,14 +107,14 @@ def circuit_report(
 def _summary(scores: EdgeScores, kept: Faithfulness | None) -> str:
     text = (
         f"The metric is {scores.clean.mean():.4g} on the clean input and {scores.corrupt.mean():.4g} on the corrupt "
-        f"one (means of {len(scores.clean)}). A score is the change of the metric if an edge carries the corrupt "
-        f"output; dashed lines raise it. {int(scores.scored.sum()):,} edges have scores."
+        f"one (means over {len(scores.clean)} examples). A score is the change of the metric if an edge carries the "
+        f"corrupt output. Dashed lines have positive scores. {int(scores.scored.sum()):,} edges have scores."
     )
     if kept is None:
         return text
     best = int(np.argmax(kept.kept >= 0.8)) if (kept.kept >= 0.8).any() else len(kept.kept) - 1
     return (
-        f"{text} {kept.sizes[best]:,} edges keep {kept.kept[best]:.2f} of the difference, as many random ones "
+        f"{text} {kept.sizes[best]:,} edges keep {kept.kept[best]:.2f} of the difference, and as many random edges "
         f"{round(float(kept.random[best]), 2) + 0.0:.2f}."
     )
 

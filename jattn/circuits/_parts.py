@@ -1,4 +1,4 @@
-"""A model as what its edges are between: the readers' inputs, the writers' outputs, and the layers in their order."""
+"""Splits a model into the ends of its edges: the readers' inputs, the writers' outputs, and the layers in order."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -21,18 +21,18 @@ from jattn.reports._language_model import Whole, parts_of
 
 
 class CircuitModel(Protocol):
-    """A model of your own whose edges can be looked at: an ``nnx.Module`` without dropout, as ``survey`` takes it.
+    """What ``jattn.circuits`` needs of your own model: an ``nnx.Module`` without dropout.
 
-    It is ``unembed(x)``, where x begins as ``embed(tokens)`` and each layer adds
+    The model must compute ``unembed(x)``, where x begins as ``embed(tokens)`` and each layer adds
     ``attention(attention_input(x), **attention_options)``, and then ``mlp_added(x)``.
 
-    - ``embed(tokens [B,T]) -> [B,T,M]``, and ``unembed(x [B,T,M]) -> logits [B,T,V]``, the last norm included.
+    - ``embed(tokens [B,T]) -> [B,T,M]``, and ``unembed(x [B,T,M]) -> logits [B,T,V]``, including the last norm.
     - ``layers``: each has ``attention``, a ``jattn.nnx.MultiHeadAttention``; ``attention_input(x)``, such as a norm;
-      and ``mlp_added(x)``, such as ``mlp(norm(x))``, or ``jnp.zeros_like(x)`` without an MLP; both
-      ``[...,T,M] -> [...,T,M]``.
-    - A layer may have ``attention_options``, ``nnx.static`` or, with arrays, ``nnx.data`` of a dict of its attention's
-      call (``mask``, ``is_causal``, ``scale``, ``local_window_size``), and ``parallel``, True if attention and MLP read
-      the same x.
+      and ``mlp_added(x)``, such as ``mlp(norm(x))``, or ``jnp.zeros_like(x)`` without an MLP. Both functions map
+      ``[...,T,M]`` to ``[...,T,M]``.
+    - A layer may have ``attention_options``, the keywords of its attention's call (``mask``, ``is_causal``, ``scale``,
+      ``local_window_size``): ``nnx.static`` of a dict, or ``nnx.data`` if it contains arrays. It may also have
+      ``parallel``, True if attention and MLP read the same x.
 
     Example:
         >>> from flax import nnx
@@ -58,11 +58,11 @@ class CircuitModel(Protocol):
         ...
 
     def embed(self, tokens: Array) -> Array:
-        """The input of the first layer, ``[B,T,M]``."""
+        """The input of the first layer, ``[B,T,M]``, for ``tokens [B,T]``."""
         ...
 
     def unembed(self, x: Array) -> Array:
-        """The logits ``[B,T,V]`` of the last layer's output."""
+        """The logits ``[B,T,V]`` of the last layer's output ``x [B,T,M]``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Compiled runs of one sequence: what writers write, what an edge's change is worth, and a model with edges cut."""
+"""Compiles runs of one sequence: the outputs of writers, the scores of edges, and a model with edges cut."""
 
 import functools
 from collections.abc import Callable
@@ -25,13 +25,18 @@ class Example(NamedTuple):
 
 @pytree_dataclass
 class Outputs:
-    """What each writer writes: of one sequence with T tokens, or with 1 in place of T, the same at every token.
+    """The outputs of all writers on one sequence of T tokens, or with 1 in place of T if every token has the same.
 
-    ``embedding [T,M]``, ``heads [L,N,T,M]``, ``mlp [L,T,M]``; ``attention [L,T,M]``, the sum of the heads and the bias.
-    :func:`~jattn.circuits.mean_outputs` makes one.
+    :func:`~jattn.circuits.mean_outputs` returns one.
+
+    Attributes:
+        embedding: ``[T,M]``.
+        heads: ``[L,N,T,M]``, what each head adds to the residual stream.
+        attention: ``[L,T,M]``, the sum of the heads and the bias.
+        mlp: ``[L,T,M]``, what each MLP adds.
 
     Example:
-        >>> heads = jnp.zeros((2, 4, 1, 8))  # [L,N,1,M]: heads that write nothing at all
+        >>> heads = jnp.zeros((2, 4, 1, 8))  # [L,N,1,M]: heads that write nothing
         >>> rest = {"attention": jnp.zeros((2, 1, 8)), "mlp": jnp.zeros((2, 1, 8))}
         >>> jattn.circuits.Outputs(embedding=jnp.ones((1, 8)), heads=heads, **rest).heads.shape
         (2, 4, 1, 8)
@@ -56,7 +61,7 @@ def measured(parts: Parts, x: Array, example: Example, metric: Metric) -> Array:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def plain_metric(parts: Parts, example: Example, metric: Metric, read: Array | None = None) -> Array:
-    """The metric of the model as it is, where it reads the example's tokens, or others."""
+    """The metric of the unchanged model on the example's tokens, or on others."""
     tokens = example.tokens if read is None else read
     x, _ = parts.scan(_plain(parts, example.valid), parts.embed(tokens, example.valid), _no_input(parts))
     return measured(parts, x, example, metric)
@@ -72,7 +77,7 @@ def outputs_of(parts: Parts, example: Example) -> Outputs:
 
 @jax.jit
 def nothing_of(parts: Parts, example: Example) -> Outputs:
-    """As if no writer wrote anything: only biases."""
+    """The outputs if no writer writes anything: only biases."""
     _, bias = parts.scan(lambda layer, carry, _: (carry, layer.bias()), 0, _no_input(parts))
     L, M = bias.shape
     x = jax.eval_shape(lambda: parts.embed(example.tokens, example.valid))
@@ -126,8 +131,8 @@ def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: A
     """``[R,W]``: the metric's derivative at each reader's input, times each writer's change.
 
     ``embedding``: the input of the first layer, such as the example's own. One backward pass gives the derivatives by
-    what each head and MLP computes from its input; then, layer by layer, those by the inputs, of which no more than a
-    layer's are held.
+    what each head and MLP computes from its input. Those by the inputs follow layer by layer, so that only one layer's
+    are in memory.
     """
     graph = parts.graph
 
@@ -179,7 +184,7 @@ def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric:
     every, none = (edges == graph.edges).all(1), ~edges.any(1)
 
     def sums(flags: tuple[Array, ...], changes: Array) -> Array:
-        """``[readers,T,M]``: what each reader reads besides the base's stream, if not all or nothing."""
+        """``[readers,T,M]``: what each reader reads in addition to the base's stream, if not all or nothing."""
         edges, every, none = flags
         product = lambda: jnp.matmul(edges.astype(x.dtype), changes, precision="highest")
         zeros = lambda: jnp.zeros((len(edges), changes.shape[1]), x.dtype)
@@ -222,7 +227,7 @@ def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def base_metric(parts: Parts, example: Example, base: Outputs, metric: Metric) -> Array:
-    """The metric where every edge carries what is written in ``base``."""
+    """The metric if every edge carries the outputs in ``base``."""
     x = jnp.broadcast_to(base.embedding, (*example.tokens.shape, base.embedding.shape[-1]))
     x, _ = jax.lax.scan(lambda x, added: (x + added[0] + added[1], None), x, (base.attention, base.mlp))
     return measured(parts, x, example, metric)

@@ -110,7 +110,7 @@ function drawKept() {
   const top = Math.max(1.1, ...drawn.map((i) => kept[i])), bottom = Math.min(0, ...drawn.map((i) => Math.min(kept[i], random[i])));
   const y = (share) => 10 + ((top - Math.min(Math.max(share, bottom), top)) / (top - bottom)) * (height - 40);
   const path = (values) => "M" + drawn.map((i) => `${x(sizes[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`).join("L");
-  const picture = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "share of the metric that is kept, over edges" });
+  const picture = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "share of the metric that is kept, by number of edges" });
   const band = path(low) + "L" + drawn.slice().reverse().map((i) => `${x(sizes[i]).toFixed(1)} ${y(high[i]).toFixed(1)}`).join("L") + "Z";
   picture.append(svgElement("path", { d: band, fill: "var(--c0)", opacity: 0.2 }));
   picture.append(svgElement("path", { d: path(kept), fill: "none", stroke: "var(--c0)", "stroke-width": 2 }));

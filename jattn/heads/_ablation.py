@@ -1,7 +1,7 @@
-"""What heads are needed for: single-head ablations, gradients of head gates, and training without a pattern.
+"""Measures what heads are needed for: single-head ablations, gradients of head gates, training without a pattern.
 
-These use options of a layer's attention (``jattn.multi_head.attend_heads`` and the modules): ``head_gate``,
-``head_fill`` (the output of a switched-off head, instead of 0) and ``frozen`` (queries and keys whose weights to use).
+These use options of a layer's attention (``jattn.multi_head_attention`` and the modules): ``head_gate``, ``head_fill``
+(the output of a switched-off head, instead of 0) and ``frozen`` (the query and key that give the weights).
 """
 
 import operator
@@ -31,14 +31,15 @@ def ablate(
     groups: Sequence[Heads] | None = None,
     batch_size: int | None = None,
 ) -> PyTree[Array]:
-    """The results of a model with each single head switched off: ``run``'s result with leading axes ``[L,N]``.
+    """Ablation: runs a model with each head switched off; returns ``run``'s results with leading axes ``[L,N]``.
 
-    One program: ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
-    With ``groups``, the results with each group of heads switched off together: one leading axis ``[len(groups)]``.
+    It is one program, ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
+    With ``groups``, each run switches off one group of heads, and the results have one leading axis ``[len(groups)]``.
 
     Args:
-        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
-            ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``. It returns any pytree of arrays.
+        run: a function of a list with a dict for each layer. It passes each dict to that layer's attention as keyword
+            arguments, ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``, and returns any pytree of
+            arrays.
         clean: for each layer, what its attention sows on the same inputs without ablation (``sow_heads=True``): a dict
             with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means and resampled outputs
             include padding, so use sequences of one length.
@@ -47,11 +48,11 @@ def ablate(
         freeze_weights: keep every layer's attention weights from the clean run. This measures the loss of the head's
             output alone, without its effect on the patterns of later heads.
         groups: lists of pairs ``(layer, head)``. An empty group switches nothing off.
-        batch_size: the number of ablations at once; all by default. Smaller takes less memory.
+        batch_size: the number of ablations at once; all by default. Fewer take less memory.
 
     Raises:
-        ValueError: an unknown kind; a layer lacks an array; layers differ in their number of heads; a single sequence
-            to resample from; no groups, or a head that does not exist.
+        ValueError: ``kind`` is unknown; a layer lacks an array; layers differ in their number of heads; there is only
+            one sequence to resample from; there are no groups, or a head does not exist.
 
     Example:
         >>> from flax import nnx
@@ -99,7 +100,7 @@ def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: S
     """Raises ``ValueError`` unless there is a dict for each layer, which holds what is needed."""
     if isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
         got = "one dict" if isinstance(layers, Mapping) else [type(layer).__name__ for layer in layers]
-        raise ValueError(f"{argument} must be a list with a dict for each layer, got {got}")
+        raise ValueError(f"{argument} must be a list with a dict for each layer (see jattn.heads.collect), got {got}")
     if missing := [name for layer in layers for name in needed if name not in layer]:
         raise ValueError(
             f"each layer of {argument} must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}"
@@ -136,9 +137,9 @@ def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Float[Array,
 
 
 def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Float[Array, "L N"]:
-    """``[L,N]``: the mean over sequences of ``|d loss / d gate|`` at a gate of 1, all heads in one backward pass.
+    """A first-order estimate of each head's ablation effect, for all heads in one backward pass: ``[L,N]``, float32.
 
-    The first-order estimate of an ablation's effect; float32.
+    It is the mean over sequences of ``|d loss / d gate|`` at a gate of 1.
 
     Args:
         losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
@@ -173,8 +174,8 @@ def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int
 def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -> Mask:
     """A mask that hides only the pairs of ``pattern`` from these heads: ``mask=Causal() & forbid(...)``.
 
-    For training a model in which these heads cannot have a pattern, or to see what one is needed for. A query left
-    without visible keys gets 0.
+    Use it to train a model in which these heads cannot have a pattern, or to test what a pattern is needed for. A query
+    that sees no key gets 0.
 
     Args:
         pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True for the pairs of the pattern.
@@ -182,7 +183,7 @@ def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -
             ``per_layer=[{"mask": forbid(pattern, of_layer)} for of_layer in chosen]``, ``chosen [L,N]``.
 
     Raises:
-        ValueError: a negative index; an array of bools that is not ``[N]``.
+        ValueError: an index is negative, or an array of bools is not ``[N]``.
 
     Example:
         >>> previous = lambda b, h, q_idx, kv_idx: kv_idx == q_idx - 1
@@ -196,7 +197,7 @@ def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -
         return ~(and_masks(pattern) & OfHeads(table))
     numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):
-        raise ValueError(f"heads must be indices from 0 on, got {list(heads)}")
+        raise ValueError(f"heads must be indices of at least 0, got {list(heads)}")
     return Forbidden(pattern, numbers)
 
 
@@ -232,7 +233,7 @@ class Forbidden(Mask):
 
 @pytree_dataclass
 class OfHeads(Mask):
-    """All pairs of the heads of which ``heads``, bool ``[N]``, is True; see ``forbid``."""
+    """Shows all pairs to the heads for which ``heads``, bool ``[N]``, is True; see ``forbid``."""
 
     heads: AnyArray
 

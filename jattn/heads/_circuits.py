@@ -1,4 +1,4 @@
-"""Circuits of heads, from their parameters alone: what a head copies, what it compares, and how heads compose.
+"""Computes circuits of heads from their parameters alone: what a head copies, what it compares, how heads compose.
 
 With row vectors, a head reads ``x W_Q W_K^T y^T`` (the QK circuit) and writes ``y W_V W_O`` (the OV circuit). Kernels
 have Flax's shapes: ``query [M,N,H]``, ``key [M,K,H]``, ``value [M,K,D]``, ``out [N,D,M]``; K divides N. Norms, biases
@@ -26,13 +26,13 @@ def ov_circuit(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> Float[Array, "N V C"]:
-    """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``.
+    """The OV circuit ``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``.
 
     Args:
-        embed: ``[V,M]``.
-        value: the kernel ``[M,K,D]`` of a layer.
+        embed: the embedding ``[V,M]`` of V tokens.
+        value: the value kernel ``[M,K,D]`` of a layer.
         out: its output kernel ``[N,D,M]``.
-        unembed: ``[M,C]``.
+        unembed: the unembedding ``[M,C]`` of C classes.
 
     Raises:
         ValueError: N is not a multiple of K.
@@ -52,13 +52,13 @@ def ov_circuit(
 def qk_circuit(
     embed: Float[Array, "V M"], query: Float[Array, "M N H"], key: Float[Array, "M K H"], scale: float | None = None
 ) -> Float[Array, "N V V"]:
-    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): scores between all tokens, ``[N,V,V]``.
+    """The QK circuit ``scale * W_E W_Q W_K^T W_E^T``: each head's scores between all tokens, ``[N,V,V]``.
 
     Args:
-        embed: ``[V,M]``.
-        query: the kernel ``[M,N,H]`` of a layer.
-        key: its kernel ``[M,K,H]``.
-        scale: of the scores.
+        embed: the embedding ``[V,M]`` of V tokens.
+        query: the query kernel ``[M,N,H]`` of a layer.
+        key: its key kernel ``[M,K,H]``.
+        scale: factor on the scores; ``1 / sqrt(H)`` by default.
 
     Raises:
         ValueError: N is not a multiple of K.
@@ -82,20 +82,23 @@ def copying_score(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> dict[str, Float[Array, " N"]]:
-    """Whether a head that attends to a token outputs that token: two scores of each head's OV circuit ``[V,V]``.
+    """Measures whether a head that attends to a token outputs that token: two scores of each OV circuit ``[V,V]``.
 
-    - ``"argmax"``: the share of tokens whose own logit is the largest, in [0, 1]; ``1 / V`` by chance.
+    - ``"argmax"``: the share of tokens for which their own logit is the largest, in [0, 1]; ``1 / V`` by chance.
     - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 if all are positive (copying),
       -1 if all are negative (anti-copying), about 0 by chance.
 
     The circuit itself is never formed: tokens are processed one by one, and its eigenvalues are those of
-    ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
+    ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU.
 
     Args:
-        embed: ``[V,M]``.
-        value: the kernel ``[M,K,D]`` of a layer.
+        embed: the embedding ``[V,M]`` of V tokens.
+        value: the value kernel ``[M,K,D]`` of a layer.
         out: its output kernel ``[N,D,M]``.
-        unembed: ``[M,V]``, for the same V tokens.
+        unembed: the unembedding ``[M,V]`` of the same tokens.
+
+    Returns:
+        ``{"argmax": [N], "eigenvalues": [N]}``, float32 (or float64) for kernels of any dtype.
 
     Raises:
         ValueError: ``embed`` and ``unembed`` have different numbers of tokens; N is not a multiple of K.
@@ -134,32 +137,37 @@ def target_rank(
     sources: ArrayLike,
     targets: ArrayLike,
 ) -> Float[Array, "N E"]:
-    """Where a target's logit stands if a head attends to the source: 0 is the largest of C logits, C - 1 the least.
+    """Ranks a target's logit if a head attends to the source: 0 for the largest of C logits, C - 1 for the smallest.
 
     The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
     logits plus half that of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a logit
-    is. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance; ``roles`` tests it:
+    is NaN. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance, which ``roles`` can test:
 
     - ``(rank < k).mean(-1)`` of pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
       and k = 5, this is the copy score of Wang et al., https://arxiv.org/abs/2211.00593, section 3.
     - ``(rank >= C - k).mean(-1)`` of pairs ``(x, x)``: it suppresses what it attends to, as a negative name mover does
       (same source). A copy-suppression head also attends to what is about to be predicted, which one layer's output
       circuit does not show. Source: McDougall et al., https://arxiv.org/abs/2310.04625.
-    - ``(rank < k).mean(-1)`` of pairs of a number, weekday or month and the next: a successor head. To rank among that
-      series alone, pass its columns of ``unembed``, and places in it as targets. Source: Gould et al.,
+    - ``(rank < k).mean(-1)`` of pairs of a number, weekday or month and the next: a successor head. To rank only within
+      that series, pass its columns of ``unembed``, and places in the series as targets. Source: Gould et al.,
       https://arxiv.org/abs/2312.09230.
 
-    A positive factor of a whole row changes no rank, so of a norm only the scale (and LayerNorm's mean) matters.
-    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` is formed. Float32 (or float64).
+    A positive factor on a whole row changes no rank, so only a norm's scale (and LayerNorm's mean) matters.
+    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` is formed.
 
     Args:
-        embed: ``[V,M]``. These papers take the residual stream after the first MLP instead: pass such rows.
-        value, out: the kernels of a layer, as in ``ov_circuit``; use ``jax.lax.map`` over stacked layers.
-        unembed: ``[M,C]``.
+        embed: the embedding ``[V,M]``. The papers above use the residual stream after the first MLP: pass such rows.
+        value: the value kernel ``[M,K,D]`` of a layer; use ``jax.lax.map`` over stacked layers.
+        out: its output kernel ``[N,D,M]``.
+        unembed: the unembedding ``[M,C]`` of C classes.
         sources, targets: integers ``[E]``: rows of ``embed`` and columns of ``unembed``; a sample of 1000 suffices.
 
+    Returns:
+        ``[N,E]``, float32 (or float64).
+
     Raises:
-        ValueError: sources or targets are not integers of one length, or lie outside (when traced, their rank is NaN).
+        ValueError: sources or targets are not integers of one length, or are out of range (if traced, their rank is
+            NaN).
 
     Example:
         >>> embed, eye, names = jnp.eye(3), jnp.eye(3), np.array([0, 2])
@@ -219,17 +227,20 @@ def composition(
     later_value: Float[Array, "M Q E"] | None = None,
     later_out: Float[Array, "P E M"] | None = None,
 ) -> dict[str, Float[Array, "N P"]]:
-    """How much the P heads of a later layer read from the N heads of an earlier one: ``{"Q" | "K" | "V": [N,P]}``.
+    """Measures how much the P heads of a later layer read from the N heads of an earlier layer.
 
-    ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, from the later one,
-    ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. In [0, 1]; unrelated matrices give
-    about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
+    The score is ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, from the later
+    head, ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. It lies in [0, 1]; unrelated
+    matrices give about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
     No ``[M,M]`` matrix is formed; the R of its QR decomposition replaces each factor.
 
     Args:
-        value, out: kernels of the earlier layer, as in ``ov_circuit``.
-        query, key: kernels of the later layer, for Q and K, as in ``qk_circuit``; both or neither.
-        later_value, later_out: kernels of the later layer, for V; both or neither.
+        value, out: the kernels ``[M,K,D]`` and ``[N,D,M]`` of the earlier layer.
+        query, key: the kernels ``[M,P,H]`` and ``[M,K,H]`` of the later layer, for Q and K; both or neither.
+        later_value, later_out: the kernels ``[M,K,D]`` and ``[P,D,M]`` of the later layer, for V; both or neither.
+
+    Returns:
+        ``{"Q": [N,P], "K": [N,P], "V": [N,P]}``, with the entries for which kernels are given.
 
     Raises:
         ValueError: both pairs are missing, or a pair is incomplete; N is not a multiple of K.
@@ -263,9 +274,9 @@ def composition(
 
 
 def residual_contributions(z: Float[Array, "*B T N D"], out: Float[Array, "N D M"]) -> Float[Array, "*B T N M"]:
-    """``z_i W_i^O``: what each head adds to the residual stream, ``[B,T,N,M]``.
+    """What each head adds to the residual stream, ``z_i W_i^O``: ``[B,T,N,M]``.
 
-    Summed over heads, plus the output projection's bias if any, this is the layer's output.
+    The sum over heads, plus the output projection's bias if there is one, is the layer's output.
 
     Args:
         z: the heads' outputs ``[B,T,N,D]``, or without B; modules sow them as ``attention_heads["z"]``.

@@ -1,4 +1,4 @@
-"""``collect``: what the layers of a model have sown, in the order of the layers."""
+"""Collects what the layers of a model have sown, in the order of the layers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,20 +13,21 @@ _HEADS = {"query": 4, "key": 4, "value": 4, "lse": 3, "z": 4}
 
 
 def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[Any]:
-    """What every layer has sown under ``name``, one entry a layer, for ``ablate`` and others.
+    """Collects what every layer has sown under ``name``, one entry for each layer, for ``ablate`` and others.
 
     Args:
-        sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, of inputs
-            ``[B,T,M]``. Layers may be modules of their own, numbered in their names or in a list, or one module that
-            is scanned over, as in ``jattn.interop.Transformer``.
+        sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, for inputs
+            ``[B,T,M]``. Layers may be separate modules, numbered in their names or in a list, or one module that the
+            model scans over, as in ``jattn.interop.Transformer``.
         name: ``"attention_heads"`` (``sow_heads``), ``"attention_statistics"``, ``"attention_weights"``, or
             ``"residual_parts"`` (``sow_parts`` of ``jattn.interop.Transformer``).
 
     Returns:
-        A list of the arrays ``[B,N,T,S]``, or of the dicts. Of layers that were called several times, the last call.
+        A list with the array ``[B,N,T,S]`` or the dict of each layer. If a layer was called several times, that of the
+        last call.
 
     Raises:
-        ValueError: an unknown name; no layer has sown it.
+        ValueError: ``name`` is unknown, or no layer has sown it.
 
     Example:
         >>> from flax import nnx
@@ -40,7 +41,7 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
         raise ValueError(f"name must be one of {', '.join(_RANKS)}, got {name!r}")
     entries = sorted(_named(sown, name, ()), key=lambda entry: _natural(entry[0]))
     if not entries:
-        raise ValueError(f"no layer has sown {name!r}; pass sow_{name.partition('_')[2]}= to the model")
+        raise ValueError(f"no layer has sown {name!r}; pass sow_{name.partition('_')[2]}= in the call of the model")
     return [layer for _, value in entries for layer in _layers(value, name)]
 
 

@@ -1,9 +1,9 @@
-"""Statistics of one head's matrix of weights ``[T,S]``; map them over many heads and sequences with ``jax.vmap``.
+"""Computes statistics of one head's weights ``[T,S]``; map them over heads and sequences with ``jax.vmap``.
 
-Each is a mean over *eligible* queries, the rows for which it is defined, and 0 if there are none. The bool array
-``eligible [T]`` restricts them further, for example to real tokens. A weight of 0 does not tell whether a key is
-hidden: ``visible``, bool ``[T,S]``, does, and then only queries count that see a key in question. Row and column 0 are
-the first token of a sequence; ``statistics`` also knows packed and padded ones.
+Each is a mean over the rows for which it is defined, and 0 if there are none. The bool array ``eligible [T]`` restricts
+these queries further, for example to real tokens. A weight of 0 does not tell whether a key is hidden. If ``visible``,
+bool ``[T,S]``, is given, only queries that see a key in question count. Row and column 0 are the first token of the
+sequence; for packed and padded sequences use ``statistics``.
 """
 
 import math
@@ -17,7 +17,7 @@ def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Fl
     """Mean weight on one key per query: ``mean over q of weights[q, targets[q]]``.
 
     Args:
-        weights: ``[T,S]``, rows that sum to 1.
+        weights: ``[T,S]``; rows sum to 1.
         targets: integers ``[T]``: the key's slot for each query; -1 excludes the query.
 
     Returns:
@@ -46,10 +46,10 @@ def offset_profile(
         visible: bool ``[T,S]``: the visible pairs; all by default.
 
     Returns:
-        ``[T+S-1]``; entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
+        ``[T+S-1]``; entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries that have this key.
 
     Example:
-        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back
+        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a previous-token head
         >>> profile = jattn.heads.offset_profile(weights)
         >>> int(profile.argmax()) - 3  # as an offset: T - 1 = 3
         -1
@@ -76,8 +76,8 @@ def previous_token(
         visible: bool ``[T,T]``: the visible pairs; all by default.
 
     Example:
-        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back
-        >>> even = jnp.tri(4) / jnp.tri(4).sum(1, keepdims=True)  # one that looks at all that it sees
+        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a previous-token head
+        >>> even = jnp.tri(4) / jnp.tri(4).sum(1, keepdims=True)  # a uniform causal head
         >>> [round(float(jattn.heads.previous_token(head)), 3) for head in (weights, even)]
         [1.0, 0.361]
     """
@@ -95,11 +95,11 @@ def induction(
 ) -> Float[Array, ""]:
     """Mean weight on the tokens that followed earlier occurrences of the current token.
 
-    ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries that see such
-    a key. If the token occurred several times, any continuation counts, so a perfect induction head scores 1.
+    For each query q that sees such a key, sums ``weights[q, kv]`` over ``kv <= q`` with ``tokens[kv-1] == tokens[q]``.
+    If the token occurred several times, every continuation counts, so a perfect induction head scores 1.
 
     Args:
-        weights: ``[T,T]``, causal self-attention.
+        weights: ``[T,T]``, of causal self-attention.
         tokens: integers ``[T]``.
         eligible: bool ``[T]``; all queries by default.
         visible: bool ``[T,T]``: the visible pairs, such as those of a window; all earlier keys by default.
@@ -108,7 +108,7 @@ def induction(
         A scalar in [0, 1].
 
     Example:
-        >>> tokens = jnp.array([3, 1, 2, 3, 1])  # 3 and 1 return; a 1 and a 2 followed them, at slots 1 and 2
+        >>> tokens = jnp.array([3, 1, 2, 3, 1])  # 3 and 1 recur; 1 and 2 followed them, in slots 1 and 2
         >>> weights = jnp.eye(5)[jnp.array([0, 0, 0, 1, 2])]  # the last two queries look there
         >>> float(jattn.heads.induction(weights, tokens))
         1.0
@@ -127,7 +127,7 @@ def first_token(
     eligible: Bool[Array, " T"] | None = None,
     visible: Bool[Array, "T S"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean weight on the first key, a sink: ``mean over q >= 1 of weights[q, 0]``, a scalar in [0, 1].
+    """Mean weight on the first key, an attention sink: ``mean over q >= 1 of weights[q, 0]``, a scalar in [0, 1].
 
     Args:
         weights: ``[T,S]``.
@@ -150,9 +150,9 @@ def entropy(
     visible: Bool[Array, "T S"] | None = None,
     eligible: Bool[Array, " T"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean of ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
+    """Mean relative entropy, ``-sum_kv p ln p / ln(number of visible keys)``, of rows that see at least two keys.
 
-    1 for a uniform head, causal or not (each row is relative to its own maximum), 0 for a hard one.
+    1 for a uniform head, causal or not (each row is relative to its own maximum), 0 for one-hot weights.
 
     Args:
         weights: ``[T,S]``.
@@ -165,7 +165,7 @@ def entropy(
     Example:
         >>> visible = jnp.tri(4, dtype=bool)
         >>> even = visible / visible.sum(1, keepdims=True)  # a uniform causal head
-        >>> two = jnp.tile(jnp.array([0.5, 0.5, 0.0, 0.0]), (4, 1))  # one that looks at two keys of four
+        >>> two = jnp.tile(jnp.array([0.5, 0.5, 0.0, 0.0]), (4, 1))  # a head that looks at two keys of four
         >>> round(float(jattn.heads.entropy(even, visible)), 3), round(float(jattn.heads.entropy(two)), 3)
         (1.0, 0.5)
     """

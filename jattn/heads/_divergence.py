@@ -1,4 +1,4 @@
-"""How much the heads of a layer differ, in linear memory."""
+"""Measures how much the heads of a layer differ, in linear memory."""
 
 from typing import Unpack
 
@@ -29,7 +29,7 @@ def divergence(
     mask: ArrayLike | MaskFunction | None = None,
     **options: Unpack[ScoreOptions],
 ) -> tuple[Array, Array]:
-    """How much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``, float32 (or float64).
+    """Measures how much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``.
 
     ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 between heads i and j, averaged over rows: 0 for equal
     patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over sequences,
@@ -38,17 +38,22 @@ def divergence(
     ``floor``, the diagonal, is then a head's distance from itself, and only distances above it are differences. For a
     single sequence, or if one half sees nothing, the diagonal is 0 and the floor NaN.
 
-    Processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
+    It processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
 
     Args:
-        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B; sequences of one layout, so that rows
-            correspond.
-        eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; by default all but padding, as in
-            ``statistics``. Queries that see nothing never count.
-        bias, mask, options: those of ``fold_weights``, without ``lse``: ``is_causal``, ``score_mod``, ...
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B. All sequences must have the same layout, so that
+            their rows correspond.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; all but padding by default. Queries that see
+            nothing never count.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
+
+    Returns:
+        Two arrays, float32 (or float64).
 
     Raises:
-        ValueError, TypeError: as ``fold_weights``; ``eligible`` has the wrong shape.
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> code = 9 * jnp.eye(4)  # one for each position

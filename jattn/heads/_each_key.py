@@ -1,13 +1,13 @@
-"""``replace_each``: what replacing each key alone changes in a head's outputs, summed over keys, in O(T + S) memory.
+"""Sums over keys what replacing each key alone changes in a head's outputs, in O(T + S) memory.
 
-A query has the output ``z``. Without one key, of value ``v``, it has ``u``, with a log-sum-exp of ``r``. So
+A query has the output ``z``. Without one key, of value ``v``, its output is ``u``, with a log-sum-exp of ``r``. So
 
     weight = sigmoid(score - r)      z = weight v + (1 - weight) u
 
-and with another key in its place the same with another weight: ``z' - z = (weight' - weight)(v - u)``. Of all keys but
-the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds nearly everything
-leaves nothing of ``1 - weight``, so its ``u`` and ``r`` are computed from the other keys. A query has one such key at
-most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
+and with another key in its place only the weight changes: ``z' - z = (weight' - weight)(v - u)``. For all keys but the
+largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. For a key with nearly all the weight,
+``1 - weight`` rounds to 0, so its ``u`` and ``r`` are computed from the other keys. A query has at most one such key,
+so that takes one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ def replace_each(
     """``z + sum_s (1 - gate_s) (z with key s from fill - z)``; differentiable in z and the gate alone.
 
     Args:
-        query, key, value, options: of the call of ``dot_product_attention`` that returned ``z`` and ``lse``.
-        gate: ``[B|1,S|1,K]``.
-        fill: keys, ``[B,S,K,H]``.
-        implementation: a ``Blockwise`` for its block sizes; others compute no such sums.
+        query, key, value, options: the arguments of the call that returned ``z`` and ``lse``.
+        gate: ``[B|1,S|1,K]``; 0 replaces a key.
+        fill: the keys to use instead, ``[B,S,K,H]``.
+        implementation: only the block sizes of a ``Blockwise`` are used.
     """
     if z.ndim == 3:
         batched = (x[None] for x in (query, key, value, z, lse, gate, fill))

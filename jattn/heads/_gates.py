@@ -1,4 +1,4 @@
-"""Gates on what attention reads and gives: the arithmetic of ``head_gate``, ``frozen`` and ``patch``.
+"""Applies gates to the inputs and outputs of attention: ``head_gate``, ``frozen`` and ``patch``.
 
 A gate of 1 keeps an activation, a gate of 0 replaces it, and one between mixes: ``gate * x + (1 - gate) * fill``.
 Activations are ``[B,T,N,D]`` with at most one batch axis; gates and fills have the ``lead`` batch axes of the input.
@@ -64,7 +64,7 @@ def expand_fill(fill: ArrayLike, x: Array, lead: tuple[Length, ...], name: str) 
 def replace_both(
     frozen: Any, query: Array, key: Array, lead: tuple[Length, ...], name: str = "frozen"
 ) -> tuple[Array, Array]:
-    """The frozen query and key, in the shapes and dtypes of those they replace; None replaces nothing."""
+    """The frozen query and key, in the shapes and dtypes of those that they replace; None replaces nothing."""
     replaced = []
     both = pair(f"the {name} query and key", frozen, "(query, key)")
     for which, new, old in zip(("query", "key"), both, (query, key), strict=True):

@@ -1,4 +1,4 @@
-"""Direct logit attribution: which head, MLP or embedding wrote a logit, with the final norm folded in."""
+"""Attributes a logit to the heads, MLPs and the embedding that write it, with the final norm folded in."""
 
 from collections.abc import Mapping
 
@@ -21,27 +21,28 @@ def logit_attribution(
     bias: Float[Array, " M"] | None = None,
     epsilon: float = 1e-6,
 ) -> dict[str, Array]:
-    """What each part of the residual stream adds to a logit directly, not through later layers.
+    """Direct logit attribution: what each part of the residual stream adds to a logit, not through later layers.
 
-    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, that is linear
-    in the stream, so the shares of parts that sum to the stream sum to the logit. No head's output ``[M]`` is formed.
+    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, this is linear
+    in the stream, so if the parts sum to the stream, their shares sum to the logit. No head's output ``[M]`` is formed.
     Computed in at least float32.
 
     Args:
-        parts: arrays ``[*, B,T,M]``, with any axes in front, such as the layers'; or heads, as a pair of
+        parts: a dict of arrays ``[*, B,T,M]``, with any axes in front, such as one of layers; or of heads, as a pair of
             ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream are shared,
             such as a bias ``[M]``.
-        directions: ``[M]``, or what broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
-            unembedding, or the difference of two for a logit difference.
+        directions: ``[M]``, or an array that broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
+            unembedding, or the difference of two columns for a logit difference.
         stream: ``[B,T,M]``, the input of the final norm.
-        norm: ``"layer"``, ``"rms"``, or None for none.
-        scale, bias, epsilon: those of the norm.
+        norm: ``"layer"``, ``"rms"``, or None if there is no norm.
+        scale, bias: the norm's parameters ``[M]``.
+        epsilon: what the norm adds to the variance.
 
     Returns:
-        ``{name: [*, B,T]}``, of heads ``[*, B,T,N]``. The norm's bias is in the part ``"bias"``.
+        ``{name: [*, B,T]}``, or ``[*, B,T,N]`` for heads. The norm's bias is in the part ``"bias"``.
 
     Raises:
-        ValueError: an unknown norm; a part or the directions do not fit the stream.
+        ValueError: ``norm`` is unknown; a part or the directions do not fit the stream.
 
     Example:
         >>> parts = {"embedding": jnp.array([[[1.0, 0.0]]]), "mlp": jnp.array([[[0.5, 2.0]]])}  # [B,T,M]

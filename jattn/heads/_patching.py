@@ -1,4 +1,4 @@
-"""What changes in a model if one activation comes from another run: ``patch``, and its estimate from gradients."""
+"""Patches activations from another run into a model (``patch``), and estimates the effects from gradients."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +25,15 @@ def patch(
     *,
     batch_size: int | None = None,
 ) -> PyTree[Array]:
-    """Activation patching: ``run``'s results, each with one activation taken from another run, the source.
+    """Activation patching: runs the model once for each activation, which it takes from another run, the source.
 
-    If the model gives the right answer on one input and not on another, the activations whose patch moves the answer
-    from one to the other are those that carry what differs.
-    One program: ``run`` under ``jax.vmap`` over all patches. Put ``jax.jit`` around it.
+    Suppose that the model gives the right answer on one input but not on another. If patching an activation moves the
+    answer from one to the other, that activation carries the difference between the inputs.
+    It is one program, ``run`` under ``jax.vmap`` over all patches. Put ``jax.jit`` around it.
 
     Args:
-        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
-            ``patch``, or for z ``head_gate`` and ``head_fill``. It returns any pytree of arrays.
+        run: a function of a list with a dict for each layer. It passes each dict to that layer's attention as keyword
+            arguments, ``patch``, or ``head_gate`` and ``head_fill`` for z, and returns any pytree of arrays.
         source: for each layer, what its attention sows on the other input, of the same shape (``collect(sown)``).
         what: ``"q"``, ``"k"``, ``"v"``: queries, keys or values as attention reads them, with positions applied;
             ``"z"``: the heads' outputs; ``"pattern"``: the attention weights.
@@ -41,10 +41,13 @@ def patch(
             position, ``[L,T]``; ``"head_position"``: one head at one position, ``[L,N,T]``. Positions are those of
             queries for q, z and pattern (a row of the weights), and of keys for k and v: ``[L,S]``. Keys and values
             that several query heads share are patched together: ``[L,K]``, ``[L,K,S]``.
-        batch_size: the number of patches at once; all by default. Smaller takes less memory.
+        batch_size: the number of patches at once; all by default. Fewer take less memory.
+
+    Returns:
+        ``run``'s results, with the leading axes that ``by`` says.
 
     Raises:
-        ValueError: an unknown ``what`` or ``by``; ``source`` is not a list of dicts with the arrays needed, or its
+        ValueError: ``what`` or ``by`` is unknown; ``source`` is not a list of dicts with the arrays needed, or its
             layers differ in their shapes.
 
     Example:
@@ -54,7 +57,7 @@ def patch(
         >>> _, sown = nnx.capture(lambda layer: layer(other, sow_heads=True), nnx.Intermediate)(layer)
         >>> run = lambda layers: layer(x, **layers[0])
         >>> patched = jattn.heads.patch(run, jattn.heads.collect(sown), "v", "position")  # [L,S,B,T,M]
-        >>> (abs(patched - run([{}])).max((2, 3, 4)) > 1e-4).tolist()  # so only the value there matters
+        >>> (abs(patched - run([{}])).max((2, 3, 4)) > 1e-4).tolist()  # only the value at position 1 matters
         [[False, True, False]]
 
     Source: https://arxiv.org/abs/2404.15255 (Heimersheim and Nanda).
@@ -81,27 +84,30 @@ def attribution_patch(
     what: str = "z",
     by: str = "head",
 ) -> Array:
-    """Attribution patching: an estimate of what each ``patch`` changes, of all patches from one backward pass.
+    """Attribution patching: estimates what each ``patch`` changes, for all patches from one backward pass.
 
-    The change is the result with the patch minus that without. With z the heads' outputs of this run, z' those with
-    the patch, and the metric that ``run`` computes, the estimate is ``sum (z' - z) d metric / d z``. z' is exact,
-    softmax included, also where it is saturated and the gradient in a query or key is nearly 0. So the estimate is
-    exact where the metric is linear in the outputs of the patched layer, and of first order in what follows that
-    layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
+    The change is the metric with the patch minus the metric without. With z the heads' outputs in this run and z' those
+    with the patch, the estimate is ``sum (z' - z) d metric / d z``. z' is exact, including the softmax, even where it
+    is saturated and the gradient in a query or key is nearly 0. So the estimate is exact if the metric is linear in the
+    outputs of the patched layer, and of first order in what follows that layer. It takes O(T + S) memory, like
+    attention itself. Put ``jax.jit`` around it.
 
-    Effects that cancel in a sum may be large one by one; confirm the largest of them with ``patch``.
+    Effects that cancel in a sum may each be large; confirm the largest of them with ``patch``.
 
     Args:
-        run: as for ``patch``; it returns the metric, a scalar: sum over sequences, which do not affect each other.
-        source: as for ``patch``; each layer also has ``"query"``.
-        what, by: as for ``patch``.
+        run: a function of a list with a dict for each layer, which it passes to that layer's attention as keyword
+            arguments. It returns the metric, a scalar: a sum over sequences, which must not affect each other.
+        source: for each layer, what its attention sows on the other input (``collect(sown)``), with ``"query"``.
+        what: what to patch: ``"q"``, ``"k"``, ``"v"``, ``"z"`` or ``"pattern"`` (see ``patch``).
+        by: ``"head"``, ``"position"`` or ``"head_position"`` (see ``patch``).
 
     Returns:
-        ``[L,N]``, ``[L,T]`` or ``[L,N,T]``, with K and S in place of N and T for k and v, as ``patch``; float32
-        (float64 for float64 input).
+        ``[L,N]``, ``[L,T]`` or ``[L,N,T]``, with K and S in place of N and T for k and v; float32 (float64 for float64
+        input).
 
     Raises:
-        ValueError: as ``patch``; ``run`` does not return a floating scalar.
+        ValueError: ``what`` or ``by`` is unknown; ``source`` lacks an array, or its layers differ in their shapes;
+            ``run`` does not return a floating scalar.
 
     Example:
         >>> from flax import nnx

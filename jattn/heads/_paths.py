@@ -1,4 +1,4 @@
-"""Paths between heads: ``path_patch``, what a reader takes from one head; ``qk_attribution``, what made a score."""
+"""Measures paths between heads (``path_patch``) and attributes scores to parts of the stream (``qk_attribution``)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,26 +19,26 @@ def path_patch(
     groups: Sequence[Heads] | None = None,
     batch_size: int | None = None,
 ) -> PyTree[Array]:
-    """Path patching: ``read(stream + (z_source - z_own) W_O)`` for each head, its result with leading axes ``[L,N]``.
+    """Path patching: ``read(stream + (z_source - z_own) W_O)`` for each head; results have leading axes ``[L,N]``.
 
-    With ``groups``, the results with the paths of each group of heads together: one leading axis ``[len(groups)]``.
-
-    Only what the reader takes from that head directly comes from the other run, the source; all other heads and MLPs
-    between them keep the values of this run. One program: put ``jax.jit`` around it.
+    Only what the reader reads directly from that head comes from the other run, the source. All heads and MLPs between
+    them keep the values of this run. With ``groups``, each result has the paths of one group of heads together, and
+    results have one leading axis ``[len(groups)]``. Put ``jax.jit`` around it.
 
     Args:
-        read: from a residual stream to a result: of the last stream, the logits; of the input of a layer, the model
-            with that layer's ``patch`` filled with the query, key or value that it projects from this stream.
+        read: a function from a residual stream to a result. To patch paths into the logits, it computes them from the
+            last stream. To patch paths into a head, it runs the model with that layer's ``patch`` filled with the
+            query, key or value that the layer projects from the stream.
         stream: ``[B,T,M]``, what the reader reads in this run.
         own, source: what the attention of the L layers before the reader sows in this run and in the other
-            (``collect(sown)``): dicts with ``"z"`` ``[B,T,N,D]``.
-        out: the output kernels of these layers, ``[N,D,M]``.
-        groups: lists of pairs ``(layer, head)``, as in ``ablate``.
-        batch_size: the number of heads, or groups, at once; all by default.
+            (``collect(sown)``): lists of dicts with ``"z"`` ``[B,T,N,D]``.
+        out: a list of the output kernels of these layers, ``[N,D,M]``.
+        groups: lists of pairs ``(layer, head)`` to patch together.
+        batch_size: the number of heads, or groups, at once; all by default. Fewer take less memory.
 
     Raises:
-        ValueError: the layers of ``own``, ``source`` and ``out`` are not of the same number and shapes; no groups, or
-            a head that does not exist.
+        ValueError: ``own``, ``source`` and ``out`` differ in their number of layers or their shapes; there are no
+            groups, or a head does not exist.
 
     Example:
         >>> own, source = [{"z": jnp.zeros((1, 3, 2, 4))}], [{"z": jnp.ones((1, 3, 2, 4))}]  # [B,T,N,D] of one layer
@@ -93,25 +93,25 @@ def qk_attribution(
     kv_positions: ArrayLike | None = None,
     scale: float | None = None,
 ) -> Float[Array, "E N P R"]:
-    """Which parts of the residual stream made these scores: ``[E,N,P,R]``, for E pairs of a query and a key.
+    """Attributes scores to pairs of parts of the residual stream: ``[E,N,P,R]``, for E pairs of a query and a key.
 
     A score is bilinear in what query and key read: ``sum_ij scale * R(x_i W_Q) . R(y_j W_K)`` over the parts of both,
-    with R a linear embedding of positions, such as ``Rotary``. Summed over the last two axes, these are the scores
-    before any mask, bias and score function. At least in float32.
+    with R a linear embedding of positions, such as ``Rotary``. The sum of the result over its last two axes is the
+    score before any mask, bias and score function. Computed in at least float32.
 
     Args:
         query_parts: ``[P,E,M]``, the parts of the stream at the queries, such as heads' outputs
-            (``residual_contributions``); with a norm before the layer, after that norm, with its scale held.
+            (``residual_contributions``). If a norm precedes the layer, pass the parts after it, with its scale held.
         key_parts: ``[R,E,M]``, the same at the keys.
         query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any, is
             one more part, the last: P + 1, R + 1.
-        position: as in ``attend_heads``; linear in x. Where its frequencies depend on the length of the text,
-            ``jattn.positions.at_length(position, length)``.
-        query_positions, kv_positions: ``[E]``, needed with ``position``.
-        scale: ``1 / sqrt(H)`` by default.
+        position: ``(x, positions) -> x``, linear in x, such as ``jattn.positions.Rotary()``. If its frequencies depend
+            on the length of the text, pass ``jattn.positions.at_length(position, length)``.
+        query_positions, kv_positions: integers ``[E]``, needed with ``position``.
+        scale: factor on the scores; ``1 / sqrt(H)`` by default.
 
     Raises:
-        ValueError: parts that do not fit each other or the kernels; a position without positions.
+        ValueError: parts do not fit each other or the kernels; ``position`` is given without positions.
 
     Example:
         >>> query_parts = jnp.array([[[1.0, 0.0]], [[0.0, 2.0]]])  # [P,E,M]: a token, and what a head wrote there
@@ -124,9 +124,9 @@ def qk_attribution(
     for name, parts, params in (("query_parts", query_parts, query), ("key_parts", key_parts, key)):
         M, E = params["kernel"].shape[0], query_parts.shape[1]
         if parts.ndim != 3 or parts.shape[1:] != (E, M):
-            raise ValueError(f"{name} must be [parts, E, M] = [parts, {E}, {M}], got {list(parts.shape)}")
+            raise ValueError(f"{name} must be [parts, E, M] = [parts, {E}, {M}], got shape {list(parts.shape)}")
     if position is not None and (query_positions is None or kv_positions is None):
-        raise ValueError("position needs query_positions and kv_positions, those of the E queries and keys")
+        raise ValueError("position needs query_positions and kv_positions, the positions [E] of the queries and keys")
     q, k = _projected(query_parts, query), _projected(key_parts, key)  # [P,E,N,H], [R,E,K,H]
     if position is not None:
         q, k = position(q, jnp.asarray(query_positions)), position(k, jnp.asarray(kv_positions))

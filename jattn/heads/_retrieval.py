@@ -1,4 +1,4 @@
-"""The retrieval score: how much of a text each head copies while a model writes it again."""
+"""Computes the retrieval score: how much of a text each head copies while a model repeats it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,28 @@ from jattn._mods.validation import to_int32
 def retrieval_score(
     weights: Float[Array, "*heads G S"], tokens: ArrayLike, written: ArrayLike, needle: ArrayLike
 ) -> Float[Array, "*heads"]:
-    """The share of the tokens of a needle that each head copies while a model writes them, a number from 0 to 1.
+    """The retrieval score: the share of a needle's tokens that each head copies while a model writes them, in [0, 1].
 
-    A head copies a token when its largest weight is on a place of the needle that holds the very token which is being
-    written: ``tokens[argmax of weights[g]] == written[g]``, and that place is in ``needle``. Each token counts once,
-    however often the needle has it.
+    A head copies a token if its largest weight is on a key of the needle that holds the token being written:
+    ``tokens[argmax of weights[g]] == written[g]``, and that key is in ``needle``. Each token counts once, however often
+    the needle contains it.
 
-    Only the rows of the queries that write are needed: a step of decoding from a cache with ``sow_weights=True`` gives
-    one of ``[B,N,1,S]``, and a call with the G tokens of an answer all of them, at any S.
+    Only the rows of the queries that write are needed. A decoding step from a cache with ``sow_weights=True`` gives one
+    row, ``[B,N,1,S]``; a call with the G tokens of an answer gives all rows.
 
     Args:
-        weights: ``[*,G,S]``, such as ``[L,N,G,S]``. Row g is of the query whose logits give ``written[g]``: that of the
-            token before it.
+        weights: ``[*,G,S]``, such as ``[L,N,G,S]``. Row g belongs to the query that predicts ``written[g]``: the token
+            before it.
         tokens: integers ``[S]``, of the keys; empty slots of a cache may hold any.
-        written: integers ``[G]``; -1 for a row that does not count.
-        needle: bool ``[S]``: the places of the needle.
+        written: integers ``[G]``, the tokens being written; -1 for a row that does not count.
+        needle: bool ``[S]``: which keys belong to the needle.
 
     Returns:
-        ``[*]``, float32; 0 without a needle. Of ties, the first key is taken; a row of zeros, which sees nothing,
-        copies nothing.
+        ``[*]``, float32; 0 without a needle. Ties count for the first key. A row of zeros, which sees nothing, copies
+        nothing.
 
     Raises:
-        ValueError: shapes that do not fit; a needle that is not bool.
+        ValueError: shapes do not fit, or ``needle`` is not bool.
 
     Example:
         >>> tokens = jnp.array([7, 3, 9, 4, 8])  # the needle is 3 9
@@ -52,10 +52,10 @@ def retrieval_score(
     if shapes != ((S,), (G,), (S,)):
         raise ValueError(
             f"tokens, written and needle must be [S], [G] and [S] = [{S}], [{G}] and [{S}], for weights of shape "
-            f"{list(weights.shape)}, got {', '.join(str(list(shape)) for shape in shapes)}"
+            f"{list(weights.shape)}, got shapes {', '.join(str(list(shape)) for shape in shapes)}"
         )
     if needle.dtype != bool:
-        raise ValueError(f"needle must be bool, True for the places of the needle, got {needle.dtype}")
+        raise ValueError(f"needle must be bool, True for the keys of the needle, got {needle.dtype}")
     # The different tokens of the needle: each begins a run once all are sorted, those of the needle first.
     outside, in_order = jax.lax.sort(((~needle).astype(jnp.int32), tokens), num_keys=2)
     begins = jnp.concatenate([jnp.ones(1, bool), in_order[1:] != in_order[:-1]])[:S]

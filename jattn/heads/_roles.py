@@ -1,4 +1,4 @@
-"""One label per head, tested against the scores of heads that cannot have the role."""
+"""Gives each head a label, tested against the scores of heads that cannot have the role."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from jaxtyping import ArrayLike
 
 #: The label of a head with no pattern.
 MIXED = "mixed"
-#: What precedes the pattern in the label of a head that hardly exceeds its null, or does not exceed its baseline.
+#: The prefix in the label of a head that hardly exceeds its null, or does not exceed its baseline.
 WEAK = "weak "
 USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline,
 RISE = 0.1  # and its threshold by this share of what that leaves to 1, the largest share of weights
@@ -19,10 +19,10 @@ class Roles(NamedTuple):
 
     Attributes:
         label: the pattern, ``"weak "`` and the pattern, or ``"mixed"``.
-        score: of that pattern; if mixed, of the pattern nearest to its threshold.
-        threshold: of that pattern's score.
+        score: the score of that pattern; if mixed, of the pattern nearest to its threshold.
+        threshold: the score that a head with that pattern must exceed.
         p_value: the probability that a head without the pattern scores as high, times the number of patterns.
-        least: the score of that pattern above which it is not weak.
+        least: the score above which the label is not weak.
 
     Example:
         >>> null = {"induction": np.linspace(0.0, 0.1, 19)}
@@ -45,32 +45,37 @@ def roles(
     level: float = 0.05,
     baseline: Mapping[str, ArrayLike] | None = None,
 ) -> Roles:
-    """One label per head: the pattern whose score exceeds its threshold by the most, or ``"mixed"``.
+    """Labels each head with the pattern that exceeds its threshold by the most, or with ``"mixed"``.
 
     The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, with ``patterns`` the number of patterns
-    tried for each head (Bonferroni); so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
+    tested for each head (Bonferroni), so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
     many heads, some pass by chance. A score passes if its p-value is at most ``level``, so the threshold is a quantile
     of the null, near ``1 - level / patterns``. If no pattern passes, the label is ``"mixed"``.
-    A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is,
-    so print it beside the label. Scores are shares, from 0 to 1: a pattern that passes, but exceeds its threshold by
-    less than a tenth of what that leaves to 1, is labelled ``"weak "`` and its name.
-    Heads of an untrained model attend almost evenly, so nearly every head of a large trained one passes: with a
-    ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is weak, too. A pattern that
-    is not weak is preferred.
+
+    A small p-value shows that a pattern is present, not that the head does nothing else. The score shows how strong the
+    pattern is, so print it next to the label. Scores are shares in [0, 1]. If a pattern passes but exceeds its
+    threshold by less than a tenth of the distance from the threshold to 1, its label begins with ``"weak "``.
+    Heads of an untrained model attend almost evenly, so nearly every head of a large trained model passes. With a
+    ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is also weak. A pattern that
+    is not weak takes precedence.
 
     Args:
         scores: for each pattern, an array with an entry for each head; all of one shape.
         null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
-            for patterns of tokens, those of the trained model with shuffled tokens. At least ``patterns / level - 1``
-            scores of each: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An untrained model of L
-            layers with N heads has ``L * N``; a small one takes several random keys.
+            for patterns of tokens, those of the trained model with shuffled tokens. Each pattern needs at least
+            ``patterns / level - 1`` scores: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An
+            untrained model of L layers with N heads has ``L * N``; a small model needs several random keys.
         level: the accepted share of heads that get a label without having a role.
-        baseline: for each pattern, what is usual, of any shape: the scores of the same model's heads on shuffled
-            tokens or, for patterns of repeated tokens, with ``tokens`` of another sequence (shuffled ones repeat, too).
+        baseline: for each pattern, usual scores, of any shape: those of the same model's heads on shuffled tokens. For
+            patterns of repeated tokens, use the clean run with the ``tokens`` of another sequence, because shuffled
+            sequences still repeat tokens.
+
+    Returns:
+        A ``Roles`` of NumPy arrays of the heads' shape: label, score, threshold, p_value, least.
 
     Raises:
-        ValueError: a pattern without null, or without baseline; a null too small for this level; scores that are not
-            finite; shapes that differ; a level outside (0, 1).
+        ValueError: a pattern has no null or no baseline; a null is too small for this level; scores are not finite or
+            differ in shape; ``level`` is outside (0, 1).
 
     Example:
         >>> null = {"first_token": np.linspace(0.1, 0.3, 19)}  # of heads of untrained models
@@ -93,7 +98,7 @@ def roles(
     nulls = [np.sort(np.asarray(null[name], float).ravel()) for name in names]
     usual = [np.asarray(baseline[name], float).ravel() for name in names] if baseline is not None else []
     if not all(np.isfinite(x).all() for x in (*arrays, *nulls, *usual)) or not all(map(len, usual)):
-        raise ValueError("scores, null and baseline must be finite, and none empty")
+        raise ValueError("scores, null and baseline must be finite, and none may be empty")
     needed = int(np.ceil(len(names) / level)) - 1
     if min(map(len, nulls)) < needed:
         raise ValueError(

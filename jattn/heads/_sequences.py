@@ -1,4 +1,4 @@
-"""What the masks of a call tell of its sequences: each token's place in its own, and which tokens are padding."""
+"""Reads from the masks of a call each token's place in its own sequence, and which tokens are padding."""
 
 import functools
 import operator
@@ -21,11 +21,11 @@ from jattn.masks import Dense, MaskFunction, Padding, Segments
 
 
 class Places(NamedTuple):
-    """Places of tokens in their own sequences, from 0 on, by slot.
+    """Places of tokens in their own sequences, counted from 0, by slot.
 
     query, key: int32 ``[B|1,T]`` and ``[B|1,S]``.
     previous: int32 ``[B|1,S]``: the token before each key in its sequence; -1 for none.
-    real: bool ``[B|1,T]``: which queries are no padding.
+    real: bool ``[B|1,T]``: which queries are not padding.
     """
 
     query: AnyArray
@@ -37,9 +37,9 @@ class Places(NamedTuple):
 def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
     """The places of a call's tokens; ``q_slots [T]`` and ``kv_slots [S]``: the token in each slot.
 
-    Within ``Segments``, tokens of an id are counted. Otherwise positions are places, if there are any, and else tokens
-    are counted from the first that is no padding. Padding is, where T = S, what ``Padding``, ``Dense``, mask and bias
-    arrays and the lengths of keys hide at either end of a sequence, joined by ``&`` alone.
+    Within ``Segments``, the tokens of each id are counted. Otherwise positions are places if they are given; if not,
+    tokens are counted from the first that is not padding. If T = S, padding is what ``Padding``, ``Dense``, mask and
+    bias arrays and the lengths of keys, joined by ``&`` alone, hide at either end of a sequence.
     """
     at_query, at_key = call.query_positions, call.kv_positions
     parts = [part for mask in call.masks for part in conjuncts(mask)]
@@ -64,7 +64,7 @@ def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
 def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
     """Bool ``[B|1,S]``, by token: False for hidden keys at either end; None if there are none.
 
-    Where an array has a row for each query, a token that strict causality hides from all is none: it sees others.
+    If an array has a row for each query, a token that strict causality hides from all still counts: it sees others.
     """
     by_slot = [*call.slot_masks, *([] if call.bias is None else [call.bias > lowest_score(call)])]
     by_token = [x.array[(None,) * (4 - x.array.ndim)] for x in parts if isinstance(x, Dense)]

@@ -1,4 +1,4 @@
-"""Statistics of all heads at any length, without their matrices of weights."""
+"""Computes statistics of all heads at any length, without their matrices of weights."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ LEAST = 1e-20  # weights below are 0
 
 
 class _Block(NamedTuple):
-    """A block of one head's weights, and what is known of its queries and keys; all arrays broadcast."""
+    """A block of one head's weights, and what is known about its queries and keys; all arrays broadcast."""
 
     log_weights: Array  # -inf where a pair is hidden or its query does not count
     weights: Array
@@ -48,12 +48,12 @@ class _Block(NamedTuple):
         return (self.row["token"] == self.column["token"]) & earlier
 
     def continuations(self) -> Array:
-        """Whether the key's previous token is the query's and an earlier one."""
+        """Whether the key's previous token equals the query's token and is earlier."""
         previous = self.column["previous"]
         return (self.row["token"] == self.column["before"]) & (previous >= 0) & (previous < self.row["order"])
 
     def where(self, pairs: Array) -> Array:
-        """The weights of these of the visible pairs, at least ``SEEN``, so that a sum tells of one; 0 elsewhere."""
+        """The weights of the visible ones of these pairs, at least ``SEEN``, so that a sum shows them; 0 elsewhere."""
         return jnp.where(pairs & self.visible(), jnp.maximum(self.weights, SEEN), 0.0)
 
     def visible(self) -> Array:
@@ -107,7 +107,7 @@ _COUNTS = {
 _ALL = _STATISTICS | _COUNTS
 #: The names of all statistics.
 STATISTICS = tuple(_STATISTICS)
-#: Those that need ``tokens``.
+#: The names of the statistics that need ``tokens``.
 OF_TOKENS = tuple(name for name, statistic in _STATISTICS.items() if statistic.queries == "targets")
 
 
@@ -126,51 +126,54 @@ def statistics(
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    ``p`` are the weights of a query. Each mean runs over the queries in parentheses that see at least one key, and of
-    the weights on certain keys, over the queries that see at least one of these: what a window, a document's end or
-    padding hides from a query says nothing of a head. So a sequence has the same statistics alone, packed and padded.
+    ``p`` are the weights of a query. Each mean runs over the queries in parentheses. A query counts only if
+    it sees at least one key, and for the weight on certain keys, only if it sees one of them. What a window, the end of
+    a document or padding hides does not count against a head, so a sequence has the same statistics alone, packed and
+    padded.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
-    - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.
-    - ``distance``: ``sum p |q - kv|`` (all).
+    - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all queries.
+    - ``distance``: ``sum p |q - kv|``, in tokens (all).
     - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (that see it).
-    - ``first_token``: p at ``kv = 0`` (``q > 0``, that see it), also known as a sink; under a window, of few queries.
-      Source: https://arxiv.org/abs/2309.17453.
+    - ``first_token``: p at ``kv = 0``, the attention sink (``q > 0``, that see it; few under a window). Source:
+      https://arxiv.org/abs/2309.17453.
     - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (that see such a key).
-    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys and divided by
-      its ``support``, it is the mean weight on that set, such as delimiters.
+    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys, such as
+      delimiters, and divided by its ``support``, it is the mean weight on that set.
     - ``duplicate_token``: p at earlier occurrences of the query's token (that see one); ``induction``: p at the tokens
       that followed these in their sequence (that see one). Source:
       https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
     - ``support``, always: ``{name: [B,N]}``, the number of queries in each mean.
 
-    ``q`` and ``kv`` are places in a query's own sequence, from 0 on; for ``offset_profile``, ``received`` and the order
-    of tokens they are slots. Places are positions where these are passed, and otherwise slots, counted from the first
-    that is no padding; under ``Segments``, within each id. Padding is, where T = S, what ``masks.Padding``,
+    ``q`` and ``kv`` are places in a query's own sequence, counted from 0; in ``offset_profile``, ``received`` and for
+    the order of tokens they are slots. Places are the positions, if given. Otherwise they are slots, counted from the
+    first that is not padding, or under ``Segments`` within each id. If T = S, padding is what ``masks.Padding``,
     ``masks.Dense``, lengths and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from all queries at either
-    end; its queries count nowhere. A plain function tells of no padding and no documents: pass ``eligible`` and
-    positions, or ``Segments``. A document of padding is one like the others: pass ``eligible``.
+    end of a sequence. Its queries count nowhere. A plain function does not show padding or documents: pass
+    ``eligible`` and positions, or ``Segments``. A segment of padding counts like any other: pass ``eligible``.
 
-    A pair is hidden if a mask hides it or its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
-    -32,752): additive masks of -inf, of ``finfo.min`` and of -1e9 count as masks. A NaN makes each mean NaN in which
-    its query is.
+    A pair is hidden if a mask hides it, or if its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
+    -32,752): additive masks of -inf, of ``finfo.min`` and of -1e9 count as masks. If a query sees a NaN, each mean that
+    includes the query is NaN.
 
     Args:
-        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
         tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
-        lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
+        lse: ``[B,T,N]``, from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
         eligible: bool ``[B,T]`` or ``[T]``: the queries that count; by default all but padding. For cross-attention
-            with T = S and padded keys, pass all True; the modules do.
+            with T = S and padded keys, pass all True, as the modules do.
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
             ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
             ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its
             layout, except in ``offset_profile``, which uses tokens. By default Blockwise's loop, on every platform.
-        bias, mask, options: those of ``fold_weights``: ``is_causal``, ``score_mod``, ...
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
 
     Raises:
-        ValueError: an unknown statistic; ``tokens`` or ``eligible`` missing or of the wrong shape; as ``fold_weights``.
-        TypeError: another ``implementation``; ``sinks``, which are in the lse; as ``fold_weights``.
+        ValueError: a statistic is unknown; ``tokens`` is missing; an argument has the wrong shape.
+        TypeError: ``implementation`` is none of these; ``sinks`` are given, which are part of the lse.
 
     Example:
         >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
@@ -187,7 +190,7 @@ def statistics(
             f"got {implementation!r}"
         )
     if "sinks" in options:
-        raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
+        raise TypeError("statistics takes no sinks=: they are part of the lse; pass the lse= of the call with sinks")
     call = make_call(query, key, None, bias, mask, **options)
     (B, T, _, _), S, one_sequence = call.query.shape, call.key.shape[1], jnp.ndim(query) == 3
     lse_passed = lse is not None
@@ -206,7 +209,7 @@ def statistics(
         columns |= {"token": rows["token"], "previous": places.previous}
         in_order = rows["token"][:, namespace(slots[1]).argsort(slots[1])]
         columns["before"] = jnp.take_along_axis(in_order, jnp.maximum(places.previous, 0), 1)
-    # Masks tell their numbers of pairs at little cost. What a bias or a score function hides, only scores tell.
+    # Masks give their numbers of pairs at little cost. Only scores show what a bias or a score function hides.
     by_masks = lowest_score(call) == -math.inf
     numbers = ["visible"] if lse_passed or "entropy" in names or not by_masks else []
     numbers += ["visible_at"] if "offset_profile" in names else []
@@ -236,7 +239,7 @@ def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
     if isinstance(names, str) or not set(names) <= set(STATISTICS):
         raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
     if not set(names) <= set(known):
-        raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T]")
+        raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T], the tokens of the sequences")
     return names
 
 
@@ -323,15 +326,17 @@ def coarse_weights(
 
     The sequence is split into ``size`` spans; index t is in span ``floor(t size / T)``. Entry ``(i, j)`` is the share
     of their weight that the queries of span i give to the keys of span j. Rows sum to 1, or to 0 if no query
-    sees a key. O(T + S) memory (forward).
+    sees a key. It takes O(T + S) memory (forward).
 
     Args:
-        query, key: as in ``statistics``.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
         size: the number of spans along each axis, at most T and S.
-        bias, mask, options: those of ``fold_weights``.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
 
     Raises:
-        ValueError: ``size`` is not positive; as ``fold_weights``.
+        ValueError, TypeError: ``size`` is not positive, or an argument has the wrong shape or dtype.
 
     Example:
         >>> even = jnp.zeros((8, 1, 2))  # [T,N,H], of a uniform head

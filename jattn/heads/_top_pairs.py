@@ -1,4 +1,4 @@
-"""``top_pairs``: the keys of the largest weights of each query, and the largest weights of each head."""
+"""Finds the largest weights and their keys: of each query (``top_pairs``), and of each head (``of_heads``)."""
 
 from typing import NamedTuple, Unpack
 
@@ -12,7 +12,7 @@ from jattn._core.call import Call, ScoreOptions, softmax_dtype
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
 
-GROUP = 16  # neighbouring keys of which only the largest weight is compared first
+GROUP = 16  # neighbouring keys; at first only the largest weight of each group is compared
 
 
 class TopPairs(NamedTuple):
@@ -35,8 +35,8 @@ class TopPairs(NamedTuple):
     def of_heads(self) -> tuple[Array, Array, Array]:
         """The ``k`` largest weights of each head: ``(weight, query, key)``, each ``[B,N,k]`` (or ``[N,k]``).
 
-        Largest first, of equal weights the earlier query first. Where a head has fewer pairs, weight is 0 and the slots
-        are -1.
+        Larger weights come first, and among equal weights earlier queries. If a head has fewer pairs, the remaining
+        weights are 0 and the slots -1.
         """
         k = self.weight.shape[-1]
         weight, key = (x.reshape(*x.shape[:-2], -1) for x in self)
@@ -58,16 +58,20 @@ def top_pairs(
 ) -> TopPairs:
     """The ``k`` largest weights of each query of each head and their keys, at any length, in O(T k + S) memory.
 
-    Exact. Weights are compared by their logarithms, which do not underflow; of equal ones the earlier slot comes first.
-    NaN counts as the largest: a query that sees a NaN has weights NaN.
+    The result is exact. Weights are compared by their logarithms, which do not underflow; among equal weights the
+    earlier slot comes first. NaN counts as the largest: a query that sees a NaN has weights NaN.
 
     Args:
-        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B.
-        k: how many weights to keep of each query.
-        lse, implementation, bias, mask, options: those of ``jattn.fold_weights``: ``is_causal``, ``score_mod``, ...
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
+        k: the number of weights to keep of each query.
+        lse: ``[B,T,N]``, from ``dot_product_attention(..., return_residual=True)``; computed if None.
+        implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
 
     Raises:
-        ValueError, TypeError: ``k`` is not a positive integer; as ``fold_weights``.
+        ValueError, TypeError: ``k`` is not a positive integer, or an argument has the wrong shape or dtype.
 
     Example:
         >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
@@ -109,7 +113,7 @@ def _keep(carry: tuple[Array, Array], log_weights: Array, q_idx: Array, kv_idx: 
 
 
 def _largest(x: Array, k: int) -> tuple[Array, Array]:
-    """The ``k`` largest of each row, or all of a shorter one, of equal ones the first first, and their columns.
+    """The ``k`` largest of each row, or all of a shorter row, and their columns; among equals the first comes first.
 
     Only groups of columns that have one of the ``k`` largest maxima can hold any of them.
     """

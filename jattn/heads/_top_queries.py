@@ -1,4 +1,4 @@
-"""``TopQueries``: the queries of a stream of batches for which each head's score is largest."""
+"""Keeps the queries with each head's largest scores over a stream of batches (``TopQueries``)."""
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ class TopQueries:
     Start with :func:`~jattn.heads.top_queries`; ``update`` takes a batch.
 
     Attributes:
-        score: ``[*,N,k]``, float32; -inf where there has been none yet.
-        sequence: ``[*,N,k]``, int32: the sequence, counted over all batches; -1 for none.
-        position: ``[*,N,k]``, int32: the query in it; -1 for none.
+        score: ``[*,N,k]``, float32; -inf in empty places.
+        sequence: ``[*,N,k]``, int32: the index of the sequence over all batches; -1 for none.
+        position: ``[*,N,k]``, int32: the query's index in the sequence; -1 for none.
         token: ``[*,N,k]``, int32: the query's token; -1 for none, or if tokens were not given.
         seen: the number of sequences so far, int32.
-        undefined: ``[*,N]``, int32: how many scores were NaN so far. A NaN takes no place: it is not larger than a
-            number.
+        undefined: ``[*,N]``, int32: how many scores were NaN so far. NaN never takes a place.
 
     Example:
         >>> top = jattn.heads.top_queries(1, 2)  # the best query of each of two heads
@@ -41,16 +40,18 @@ class TopQueries:
     undefined: Array
 
     def update(self, scores: Array, tokens: ArrayLike | None = None) -> "TopQueries":
-        """The state after one more batch, in memory that does not grow with their number. Of ties, the first stays.
+        """The state after one more batch, in memory that does not grow with the number of batches.
+
+        If scores are equal, the earlier query stays.
 
         Args:
-            scores: ``[*,B,T,N]``, such as an lse, or the norms of z; compared in float32, in which float64 numbers
-                and, under ``jax.jit``, integers beyond 2^24 may be ties. -inf is never kept: padding. NaN is counted
-                in ``undefined`` and never kept.
-            tokens: integers ``[B,T]``.
+            scores: ``[*,B,T,N]``, such as an lse, or the norms of z. They are compared in float32, so different float64
+                numbers and, under ``jax.jit``, integers beyond 2^24 may count as equal. Use -inf for padding, which is
+                never kept. NaN is counted in ``undefined`` and never kept.
+            tokens: integers ``[B,T]``, the tokens of the queries.
 
         Raises:
-            ValueError: scores or tokens of another shape; integer scores beyond 2^24, tokens beyond int32.
+            ValueError: scores or tokens have another shape; integer scores are beyond 2^24, or tokens beyond int32.
         """
         *lead, N, k = self.score.shape
         if scores.ndim != len(lead) + 3 or [*scores.shape[:-3], scores.shape[-1]] != [*lead, N]:
@@ -58,7 +59,7 @@ class TopQueries:
             raise ValueError(f"scores must be [{expected}], got {list(scores.shape)}")
         B, T = scores.shape[-3:-1]
         if tokens is not None and jnp.shape(tokens) != (B, T):
-            raise ValueError(f"tokens must be [B, T] = [{B}, {T}], as scores, got {list(jnp.shape(tokens))}")
+            raise ValueError(f"tokens must be [B, T] = [{B}, {T}], like scores, got {list(jnp.shape(tokens))}")
         if np.issubdtype(scores.dtype, np.integer) and not isinstance(scores, Tracer) and scores.size:
             largest = max(abs(int(scores.min())), abs(int(scores.max())))
             if largest > 2**24:
@@ -85,14 +86,14 @@ class TopQueries:
 def top_queries(k: int, *heads: int) -> TopQueries:
     """The state before the first batch: ``top_queries(k, N)``, or ``top_queries(k, L, N)`` for all layers at once.
 
-    The inputs that drive a head most say what it responds to; look at those, not only at means.
+    The inputs with a head's largest scores show what it responds to, which means do not.
 
     Args:
-        k: how many queries to keep of each head.
-        heads: N, with any axes in front.
+        k: the number of queries to keep of each head.
+        heads: N, with any axes in front, such as L.
 
     Raises:
-        ValueError: k or a number of heads is not a positive integer, or there is none.
+        ValueError: ``k`` or a size in ``heads`` is not a positive integer, or ``heads`` is missing.
 
     Example:
         >>> top = jattn.heads.top_queries(2, 1)  # the two best queries of one head
@@ -102,6 +103,6 @@ def top_queries(k: int, *heads: int) -> TopQueries:
         ([[7, 6]], [[0, 1]])
     """
     if not heads or any(not isinstance(size, int) or size < 1 for size in (k, *heads)):
-        raise ValueError(f"top_queries needs k and the numbers of heads, positive integers, got {(k, *heads)}")
+        raise ValueError(f"top_queries needs positive integers, k and the numbers of heads, got {(k, *heads)}")
     none, no_score = jnp.full((*heads, k), -1, jnp.int32), jnp.full((*heads, k), -jnp.inf, jnp.float32)
     return TopQueries(no_score, none, none, none, jnp.zeros((), jnp.int32), jnp.zeros(heads, jnp.int32))

@@ -1,14 +1,15 @@
-"""Published models on jattn's modules, by Hugging Face's names.
+"""Loads published models into jattn's modules, by Hugging Face's names.
 
 The families are BERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), Phi-3 and OLMo 2.
 
-``load(source)`` reads a folder (``config.json`` and the safetensors beside it) or a GGUF file. Projections may be
-separate or fused, and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,out]`` (GPT-2's Conv1D). Every tensor
-must find its place; otherwise the error lists what is missing, left over or of another shape. ``generate`` writes with
-a causal model; ``look`` gives every head's queries, keys and values; ``logit_parts`` says which head wrote a logit.
+``load(source)`` reads a folder (``config.json`` and safetensors) or a GGUF file. Projections may be separate or fused,
+and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,out]`` (GPT-2's Conv1D). Every tensor must fit a parameter;
+otherwise the error lists the tensors that are missing, unused or of another shape. ``generate`` continues prompts with
+a causal model; ``look`` returns every head's queries, keys and values; ``logit_parts`` attributes a logit to heads.
 
-One file per family, listed in ``_families``; ``family`` says what a family is, ``_transformer`` is the model of all,
-with the options in ``_config``; ``_safetensors`` and ``_gguf`` read, ``_checkpoint`` places tensors in the model.
+Each family has a file and is listed in ``_families``; ``family`` says what a family is. ``_transformer`` is the model
+of all families, with the options in ``_config``. ``_safetensors`` and ``_gguf`` read files, and ``_checkpoint`` places
+tensors in the model.
 """
 
 from jattn.interop._checkpoint import from_tensors, load

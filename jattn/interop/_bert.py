@@ -11,7 +11,7 @@ def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a BERT's config."""
     sizes = numbers(options, SIZES, {"mlp_dim": "intermediate_size", "token_types": "type_vocab_size"})
     refuse(options, position_embedding_type="absolute", is_decoder=False)
-    # Of the pooler, TensorFlow's checkpoints list sizes that nothing reads.
+    # TensorFlow's checkpoints list sizes of the pooler that nothing reads.
     pooler = (f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
     refuse_others(
         options, *SIZES.values(), "intermediate_size", "type_vocab_size", "layer_norm_eps", "hidden_act",

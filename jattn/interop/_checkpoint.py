@@ -20,7 +20,7 @@ from jattn.interop._safetensors import read_folder
 from jattn.interop._transformer import Transformer
 from jattn.interop.family import Family
 
-Tensors = Mapping[str, Any]  # of arrays, or of what has a shape and a dtype and is an array once it is sliced
+Tensors = Mapping[str, Any]  # of arrays, or of objects with a shape and a dtype that are arrays once they are sliced
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
@@ -45,35 +45,39 @@ def load(
     family: Family | None = None,
     progress: bool = True,
 ) -> Transformer:
-    """The model in a folder, from its ``config.json`` and the safetensors beside it, or in a GGUF file.
+    """Loads the model in a folder (``config.json`` and safetensors) or in a GGUF file.
 
-    Tensors are read one at a time and kept in ``dtype`` alone.
+    Tensors are read one at a time and kept in ``dtype`` only.
 
-    What no GGUF file says is taken as most published models of its family have it, unless ``config`` says otherwise: a
-    Mistral or Qwen has no window, a Gemma the query scale of its size and no later tokens in sight, a GPT-2
-    ``"gelu_new"``; rotary positions are not scaled dynamically, and those of YaRN without ``mscale`` and ``truncate``.
+    GGUF files lack some options. Unless ``config`` sets them, they are as in most published models of the family: a
+    Mistral or Qwen has no window; a Gemma is causal, with the query scale of its size; a GPT-2 has ``"gelu_new"``;
+    rotary positions are not scaled dynamically, and YaRN has no ``mscale`` and ``truncate``.
 
     Args:
         source: a folder as saved by Hugging Face's ``save_pretrained``: ``model.safetensors``, or else the files that
             ``model.safetensors.index.json`` names, or without either all ``*.safetensors``; or a file ``*.gguf``, which
-            is dequantised. Of an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the
-            folder.
-        config: keys of ``config.json`` in place of the file's, such as ``{"model_type": "mistral", "sliding_window":
+            is dequantised. The folder of an installed package is
+            ``Path(importlib.util.find_spec(package).origin).parent``.
+        config: keys that replace those of ``config.json``, such as ``{"model_type": "mistral", "sliding_window":
             4096}`` for a GGUF file of the first Mistral.
         ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads; names as in
-            the file, or as an error calls them.
+            the file or in an error message.
         dtype: the dtype of the parameters.
-        family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.
+        family: the ``Family`` that says how to read it; by default that of ``FAMILIES`` for the config's
+            ``model_type``.
         progress: show on a terminal's stderr how many tensors are read.
+
+    Returns:
+        A ``Transformer``.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the family is unknown; the config has a key that may change what the model computes and is not
-            known here; the folder holds an adapter; an output embedding differs from the input's, to which the config
-            ties it; a file is damaged; tensors are missing, left over, of another shape, not floating-point, or in two
-            files. The message names all of them.
+        ValueError: the family is unknown; the config has an unknown key that may change what the model computes; the
+            folder holds an adapter; an output embedding differs from the input embedding to which the config ties it; a
+            file is damaged; tensors are missing, unused, of another shape, not floating-point, or in two files. The
+            message names all of them.
         TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
-        ImportError: safetensors, or for a GGUF file gguf, is not installed.
+        ImportError: safetensors is not installed, or gguf for a GGUF file.
 
     Example:
         >>> import json, pathlib, safetensors.numpy
@@ -85,7 +89,7 @@ def load(
         >>> safetensors.numpy.save_file(tensors, "model.safetensors")  # published models come with these two files
         >>> size = pathlib.Path("config.json").write_text(json.dumps(config))
         >>> model = jattn.interop.load(".")
-        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this one repeats what it reads
+        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this model repeats its input
         [[2, 0, 1]]
     """
     source = Path(source)
@@ -99,14 +103,14 @@ def load(
 
 
 def _in_place(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``options`` of a file with the keys of ``config`` in place of its own, and of others that say the same."""
+    """The ``options`` of a file, with the keys of ``config`` in place of its own and of synonymous keys."""
     merged, entry = {**options, **config}, options.get("rope_parameters")
     if "layer_types" in config:
         merged = {key: x for key, x in merged.items() if key != "sliding_window_pattern" or key in config}
     if "rope_parameters" in config or not entry or not config.keys() & {"rope_scaling", "rope_theta"}:
         return merged
     if not isinstance(entry, Mapping) or any(isinstance(one, Mapping) for one in entry.values()):
-        raise ValueError(f"config: this model's positions are in rope_parameters; pass these, in place of {entry}")
+        raise ValueError(f"config: this model's positions are in rope_parameters; pass rope_parameters, not {entry}")
     if "rope_scaling" not in config:
         return merged | {"rope_parameters": {**entry, "rope_theta": config["rope_theta"]}}
     base = config.get("rope_theta", entry.get("rope_theta"))
@@ -121,15 +125,23 @@ def from_tensors(
     dtype: Any = jnp.float32,
     family: Family | None = None,
 ) -> Transformer:
-    """:func:`~jattn.interop.load` from memory: arrays by name, and a ``config.json`` as a dict.
+    """Loads a model from memory, like :func:`~jattn.interop.load` from files.
 
     Args:
-        tensors: floating arrays by their names in a checkpoint, such as ``numpy()`` of a PyTorch ``state_dict``'s.
-        config: its ``model_type`` and sizes.
-        ignore, dtype, family: as in ``load``.
+        tensors: floating arrays by their names in a checkpoint, such as ``numpy()`` of the tensors in a PyTorch
+            ``state_dict``.
+        config: the ``config.json`` as a dict, with ``model_type`` and sizes.
+        ignore: prefixes of the names of tensors to leave out.
+        dtype: the dtype of the parameters.
+        family: the ``Family`` that says how to read it; by default that of ``FAMILIES`` for ``model_type``.
+
+    Returns:
+        A ``Transformer``.
 
     Raises:
-        ValueError, TypeError: as ``load``.
+        ValueError: the family or a key of the config is unknown; tensors are missing, unused, of another shape or not
+            floating-point. The message names all of them.
+        TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
 
     Example:
         >>> config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "rms_norm_eps": 1e-6}
@@ -138,7 +150,7 @@ def from_tensors(
         >>> names += ["embed_tokens", "norm", "lm_head"]
         >>> tensors = {f"{name}.weight": np.ones(4) if "norm" in name else np.eye(4) for name in names}
         >>> model = jattn.interop.from_tensors(tensors, config)
-        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this one repeats what it reads
+        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this model repeats its input
         [[2, 0, 1]]
     """
     return _model(tensors, config, ignore, dtype, family_of(config) if family is None else family, progress=False)
@@ -155,7 +167,7 @@ def _model(
     names: dict[str, list[str]] = {}
     for name in tensors:
         prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
-        ours = name.removeprefix(prefix)  # as messages call it
+        ours = name.removeprefix(prefix)  # its name in messages
         if not BUFFERS.search(name) and not any(one.startswith((*ignore, *family.skipped)) for one in (name, ours)):
             names.setdefault(ours, []).append(name)
     if twice := [" and ".join(stored) for stored in names.values() if len(stored) > 1]:
@@ -174,7 +186,7 @@ def _model(
     sources = _fitting(tensors, family, sizes, shapes)
     if sizes.tied:
         _check_tied(tensors, family)
-    # Memory that was not written to is not taken: this grows by one tensor after the other.
+    # Unwritten memory is not allocated: usage grows by one tensor at a time.
     arrays = {name: _aligned(shape, jax.dtypes.canonicalize_dtype(dtype)) for name, shape in shapes.items()}
     for source in track(sources, "reading tensors", progress):
         _read_into(arrays, tensors[source.name], source, family, sizes)
@@ -183,7 +195,7 @@ def _model(
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An empty array that ``device_put`` takes over on the CPU, since it begins at a multiple of 64 bytes."""
+    """An empty array that ``device_put`` reuses on the CPU, because it begins at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     room = np.empty(size + 64, np.uint8)
@@ -220,7 +232,7 @@ def _read_into(arrays: dict[str, np.ndarray], x: Any, source: "Source", family: 
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:
-    """Raises ``ValueError`` if there is an output embedding and it is not the input's."""
+    """Raises ``ValueError`` if there is an output embedding that differs from the input embedding."""
     embeddings = {
         name: tensors[name]
         for module in ("token_embed", "head")
@@ -268,9 +280,9 @@ def _fitting(tensors: Tensors, family: Family, config: Config, expected: Shapes)
             for name, layers in placed.items() for i, there in enumerate(layers) if not there
         ],
         "left over": list(tensors.keys() - {source.name for source in sources}),
-        "of a parameter that another tensor is, too": twice,
+        "of a parameter that another tensor also holds": twice,
         "of another shape": misshapen,
-        "no floating-point numbers of 16 to 64 bits": [
+        "not floating-point numbers of 16 to 64 bits": [
             f"{source.name} is {getattr(tensors[source.name], 'stored_as', tensors[source.name].dtype)}"
             for source in sources
             if not jnp.issubdtype(tensors[source.name].dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""The families that are known, and the sizes in a config of theirs."""
+"""Lists the known families, and reads the sizes in their configs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,13 +25,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
-    """The sizes and the kind of model in Hugging Face's ``config.json`` of one of ``FAMILIES``.
+    """Reads the sizes and the kind of a model from Hugging Face's ``config.json`` of one of ``FAMILIES``.
 
     Args:
         config: the file as a dict.
 
     Raises:
-        ValueError: another ``model_type``, a missing key, or one that the model here does not support or know.
+        ValueError: ``model_type`` is not in ``FAMILIES``; a key is missing, unknown, or has an unsupported value.
 
     Example:
         >>> published = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
@@ -44,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config's ``model_type``. Raises ``ValueError`` for another."""
+    """The family of a config's ``model_type``. Raises ``ValueError`` if it is unknown."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")

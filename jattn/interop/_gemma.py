@@ -57,7 +57,7 @@ def gemma3(options: Mapping[str, Any]) -> Config:
     local = {"rope_parameters": by_kind.get(LOCAL), "rope_theta": bases[0], **trained}
     scaling = options.get("rope_scaling")
     others = {"rope_parameters": by_kind.get(GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling, **trained}
-    # Older versions called it so; newer ones keep it under the second name, also where layer_types says something else.
+    # Its older name; newer versions keep it under the second name, even if layer_types says something else.
     pattern = numbers(options, {}, {"pattern": "sliding_window_pattern"})
     if options.get("layer_types") is None and not pattern:
         refuse(options, _sliding_window_pattern=6)  # where layer_types does not say it, newer ones take it to be 6
@@ -117,7 +117,7 @@ def _local(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> 
     """Whether each layer has a window, as ``layer_types`` says, or else the pattern."""
     repeated = [LOCAL if (i + 1) % pattern else GLOBAL for i in range(num_layers)] if pattern else []
     if options.get("layer_types") is None and not pattern:
-        raise ValueError(f"the config of a {options['model_type']} has no layer_types or sliding_window_pattern")
+        raise ValueError(f"the config of a {options['model_type']} needs layer_types or sliding_window_pattern")
     local = local_layers(options, num_layers, repeated)
     if options.get("sliding_window_pattern") is not None and local != [kind == LOCAL for kind in repeated]:
         kinds = options["layer_types"]

@@ -15,20 +15,23 @@ from jattn.cache import KVCache
 from jattn.interop._transformer import Transformer
 from jattn.positions import at_length
 
-CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
+CHUNK = 128  # tokens of a prompt at once; the cache's capacity is also a multiple, so that few shapes are compiled
 
 
 def generate(model: Transformer, prompts: Iterable[Any], max_new_tokens: int, **options: Any) -> list[Any]:
-    """The tokens that continue each prompt: a list of integer arrays, without those that end a text.
+    """Continues each prompt; returns a list of integer arrays of new tokens, without stop tokens.
 
     Args:
         model: a causal model.
         prompts: lists of tokens, of any lengths above 0, such as ``tokenizer.encode("Once upon a time").ids``.
-        max_new_tokens: how many to write to each at most.
-        options: those of :func:`~jattn.interop.stream`, such as ``temperature``, ``stop`` and ``key``.
+        max_new_tokens: the largest number of tokens to add to each prompt.
+        options: the keywords of :func:`~jattn.interop.stream`: ``temperature``, ``top_k``, ``top_p``, ``stop``,
+            ``key`` and ``cache_dtype``.
 
     Raises:
-        ValueError, TypeError: as ``stream``.
+        ValueError: a prompt is empty or has an unknown token; an option is out of its range; the tokens exceed the
+            model's positions; the model is not causal.
+        TypeError: ``key`` is not a JAX key, or ``stop`` not a sequence of integers.
 
     Example:
         >>> from flax import nnx
@@ -58,27 +61,27 @@ def stream(
     key: Any = None,
     cache_dtype: Any = None,
 ) -> Iterator[np.ndarray]:
-    """Yields the next token of every prompt, integers ``[B]``, as soon as it is known; -1 where a prompt has ended.
+    """Yields the next token of every prompt, integers ``[B]``, as soon as it is known; -1 for prompts that have ended.
 
-    Rotary positions that depend on the length (LongRoPE, dynamic) have that of the longest prompt with
-    ``max_new_tokens``, for all prompts and from the first token on, so that one cache serves all.
+    Rotary positions that depend on the length (LongRoPE, dynamic) use the length of the longest prompt plus
+    ``max_new_tokens``, for all prompts and all tokens, so that one cache serves all.
 
     Args:
         model: a causal model.
         prompts: B lists of tokens, of any lengths above 0.
-        max_new_tokens: how many to write.
-        temperature: what logits are divided by before a token is drawn; 0 takes the likeliest.
-        top_k: draw from the k likeliest tokens.
-        top_p: draw from the likeliest tokens that together have at least this probability
-            (https://arxiv.org/abs/1904.09751, section 3.1); after ``top_k``.
-        stop: tokens that end a text, and are not yielded.
-        key: a JAX random key; needed to draw.
-        cache_dtype: of the cache; that of the parameters by default.
+        max_new_tokens: the largest number of tokens to add to each prompt.
+        temperature: divides the logits before a token is sampled; 0 takes the likeliest token.
+        top_k: sample from the k likeliest tokens.
+        top_p: sample from the likeliest tokens that together have at least this probability, after ``top_k``
+            (https://arxiv.org/abs/1904.09751, section 3.1).
+        stop: tokens that end a text; they are not yielded.
+        key: a JAX random key, needed unless ``temperature`` is 0.
+        cache_dtype: the dtype of the cache; that of the parameters by default.
 
     Raises:
-        ValueError: no prompt, an empty one, or a token that the model does not know; an option out of its range; more
-            tokens than the model has positions for; a model that is not causal.
-        TypeError: ``key`` is no JAX key, or ``stop`` no sequence of integers.
+        ValueError: there is no prompt; a prompt is empty or has an unknown token; an option is out of its range; the
+            tokens exceed the model's positions; the model is not causal.
+        TypeError: ``key`` is not a JAX key, or ``stop`` not a sequence of integers.
 
     Example:
         >>> from flax import nnx
@@ -94,7 +97,7 @@ def stream(
     vocabulary = model.config.vocabulary
     for i, prompt in enumerate(texts):
         if prompt.ndim != 1 or not prompt.size or not np.issubdtype(prompt.dtype, np.integer):
-            raise ValueError(f"prompts must be lists of tokens, none empty; prompt {i} is {prompts[i]!r}")
+            raise ValueError(f"prompts must be lists of tokens, and none may be empty; prompt {i} is {prompts[i]!r}")
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise ValueError(
                 f"prompts must hold tokens from 0 to {vocabulary - 1}, got {prompt.min()} to {prompt.max()}"
@@ -114,7 +117,7 @@ def stream(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if temperature > 0 and key is None:
-        raise ValueError(f"temperature={temperature} draws tokens, which needs key=, from jax.random.key; or pass 0")
+        raise ValueError(f"temperature={temperature} samples tokens: pass key= from jax.random.key, or temperature=0")
     if key is not None and not isinstance(key, jax.Array):
         raise TypeError(f"key must be a JAX random key, from jax.random.key, got {type(key).__name__}")
     try:
@@ -141,7 +144,7 @@ def _prepare(
     tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt)], valid[i, : len(prompt)] = prompt, True
-    needed = longest + max(new - 1, 0)  # the last token that is written is not read
+    needed = longest + max(new - 1, 0)  # the model does not read the last token that it writes
     capacity = -(-needed // CHUNK) * CHUNK
     if at_length(model.config.position, needed) is not model.config.position:
         capacity = needed  # it is the length of the text to the rotary positions
@@ -196,7 +199,7 @@ def _advance(
     temperature, mass = numbers
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature  # the largest is 0: finite at any temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        _, kept = jax.lax.top_k(logits, top_k)  # exactly so many, also of equal ones
+        _, kept = jax.lax.top_k(logits, top_k)  # exactly k tokens, even if logits are equal
         rows = jnp.arange(logits.shape[0])[:, None]
         logits = jnp.full_like(logits, -jnp.inf).at[rows, kept].set(logits[rows, kept])
     if by_mass:

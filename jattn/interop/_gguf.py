@@ -1,4 +1,4 @@
-"""Models in GGUF files, with the names and options that Hugging Face's checkpoints of the same family have.
+"""Reads models in GGUF files, with the names and options of Hugging Face's checkpoints of the same family.
 
 Source: llama.cpp's converter, https://github.com/ggml-org/llama.cpp/tree/master/conversion, and its gguf package 0.19.
 """
@@ -113,7 +113,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise ValueError(f"{file} holds a {name!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read")
     if (parts := fields.get("split.count", 1)) != 1:
-        raise ValueError(f"{file} is one of {parts} parts, which are not read; llama.cpp's gguf-split merges them")
+        raise ValueError(f"{file} is one of {parts} parts; merge them with llama.cpp's gguf-split first")
     family = _ARCHITECTURES[name]
     options = {key.removeprefix(f"{name}."): x for key, x in fields.items() if key.startswith(f"{name}.")}
     with damaged(file, "has options that are not read"):
@@ -215,12 +215,12 @@ def _scaling(
     trained = config.get("max_position_embeddings")
     if "freqs" in factors:  # Llama 3's: what every frequency is divided by, at any length
         if kind != "none" or scaling:
-            raise ValueError(f"rope_freqs.weight beside the scaling {kind!r} of {scaling}")
+            raise ValueError(f"it has both rope_freqs.weight and the scaling {kind!r} of {scaling}")
         same = {"short_factor": factors["freqs"], "long_factor": factors["freqs"]}
         return {"rope_type": "longrope", **same, "attention_factor": 1.0, "original_max_position_embeddings": trained}
     if factors:
         if kind not in ("none", "longrope"):
-            raise ValueError(f"rope_factors_short.weight and _long beside the scaling {kind!r}")
+            raise ValueError(f"it has both rope_factors_short.weight and _long and the scaling {kind!r}")
         scaling.setdefault("original_max_position_embeddings", trained)
         scaling |= {f"{length}_factor": factors.get(f"factors_{length}") for length in ("short", "long")}
         return {"rope_type": "longrope", **scaling}
@@ -235,7 +235,7 @@ def _scaling(
 
 
 def _name(name: str, family: _Architecture) -> str:
-    """Our name of a tensor; one that is not known stays as it is, and is left over."""
+    """Our name of a tensor; an unknown name is returned unchanged, and the tensor remains unused."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in family.names:
         return name

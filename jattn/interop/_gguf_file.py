@@ -1,8 +1,8 @@
-"""The format of GGUF files, llama.cpp's: fields, and tensors that are dequantised as they are read.
+"""Reads GGUF files, llama.cpp's format: fields, and tensors that are dequantised as they are read.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Nothing in a file is executed, and no size in it is
-believed before the file is known to be that long. gguf's own reader makes two arrays of every string, which
-takes 690 MB for a vocabulary of 262,144 tokens. The quantised types are gguf's.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Nothing in a file is executed, and every size in it
+is checked against the file's length. gguf's own reader makes two arrays of every string, which takes 690 MB for a
+vocabulary of 262,144 tokens. The quantised types are gguf's.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class StoredTensor:
             raise ValueError(f"{self.file}: {self.name} is {self.kind.name}, which gguf cannot dequantise") from None
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """The bytes of rows; not by mapping the file, whose pages would count as this process's memory."""
+        """The bytes of rows. The file is not mapped: its pages would count as this process's memory."""
         offset, count = self.offset + start * self.row_bytes, (stop - start) * self.row_bytes
         return np.fromfile(self.file, np.uint8, count, offset=offset).reshape(stop - start, self.row_bytes)
 
@@ -66,14 +66,14 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
     """The fields whose names are ``wanted``, and the tensors.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ImportError: gguf is not installed.
-        ValueError: the file is damaged, of another byte order or version, or no GGUF file.
+        ValueError: the file is damaged, has another byte order or version, or is not a GGUF file.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as missing:
-        raise ImportError("reading GGUF needs the package of that name: pip install 'jattn[gguf]'") from missing
+        raise ImportError("reading a GGUF file needs the package gguf: pip install 'jattn[gguf]'") from missing
     if not file.is_file():
         raise FileNotFoundError(f"no file {str(file)!r}")
     with damaged(file), file.open("rb") as opened, contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
             elements, bytes_of_them = GGML_QUANT_SIZES[kind]
             if shape[-1] % elements:
                 raise ValueError(
-                    f"{name} has rows of {shape[-1]} numbers, no multiple of {elements}, as {kind.name} is"
+                    f"{name} has rows of {shape[-1]} numbers, but {kind.name} needs a multiple of {elements}"
                 )
             row_bytes = shape[-1] // elements * bytes_of_them
             if start + offset + math.prod(shape[:-1]) * row_bytes > size:
@@ -112,7 +112,7 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
 
 @contextlib.contextmanager
 def damaged(file: Path, problem: str = "is damaged or not a GGUF file") -> Iterator[None]:
-    """Names the file and the problem in what a damaged one raises."""
+    """Adds the name of the file and the problem to the errors of a damaged file."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError, RecursionError) as error:
@@ -120,7 +120,7 @@ def damaged(file: Path, problem: str = "is damaged or not a GGUF file") -> Itera
 
 
 class _Header:
-    """Reads what stands before the tensors, from one end to the other."""
+    """Reads everything before the tensors, from one end to the other."""
 
     def __init__(self, data: mmap.mmap):
         self.data, self.at = data, 0
@@ -131,9 +131,9 @@ class _Header:
         if magic != b"GGUF":
             raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
         if struct.unpack(">I", version)[0] in (2, 3):
-            raise ValueError("it is of the other byte order (big-endian), which is not read")
+            raise ValueError("it is big-endian, but only little-endian files can be read")
         if struct.unpack("<I", version)[0] not in (2, 3):
-            raise ValueError(f"it is of version {struct.unpack('<I', version)[0]}; 2 and 3 can be read")
+            raise ValueError(f"it has version {struct.unpack('<I', version)[0]}; only versions 2 and 3 can be read")
         self.at = 8
         return self.number("u8"), self.number("u8")
 
@@ -141,7 +141,7 @@ class _Header:
         """Where the next ``size`` bytes begin."""
         start, self.at = self.at, self.at + size
         if self.at > len(self.data):
-            raise ValueError(f"{size} bytes from byte {start} on end beyond the file's {len(self.data)}")
+            raise ValueError(f"{size} bytes starting at byte {start} end beyond the file's {len(self.data)} bytes")
         return start
 
     def numbers(self, code: str, count: int) -> list[Any]:

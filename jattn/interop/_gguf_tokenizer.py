@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file, as a ``tokenizers.Tokenizer`` that does what llama.cpp's does, and the model's own.
+"""Builds a ``tokenizers.Tokenizer`` from a GGUF file that equals llama.cpp's and the model's own tokenizer.
 
-Where the two differ, at combining marks under GPT-4o's and Mistral NeMo's splitting, it is the model's own.
+The two differ at combining marks under GPT-4o's and Mistral NeMo's splitting; there it follows the model's own.
 
-Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. Two kinds of vocabulary are known: byte-level pairs ("gpt2"),
-whose texts are split before merging, and SentencePiece's ("llama"), whose merges are in the order of their scores.
+Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. It knows two kinds of vocabulary: byte-level pairs ("gpt2"),
+which split texts before merging, and SentencePiece's ("llama"), which merges in the order of scores.
 """
 
 from collections.abc import Mapping
@@ -60,11 +60,11 @@ def gguf_tokenizer(file: Path) -> Any:
     kind, split = fields.get("ggml.model"), fields.get("ggml.pre")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in _SPLITS)):
         raise ValueError(
-            f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'llama', and 'gpt2' split as "
+            f"{file} has a tokenizer of kind {kind!r}, split as {split!r}, expected 'llama', or 'gpt2' split as "
             f"{', '.join(map(repr, _SPLITS))}"
         )
     if kind == "gpt2" and fields.get("ggml.add_space_prefix", False):
-        raise ValueError(f"{file} has add_space_prefix, which is not known of a tokenizer of kind 'gpt2'")
+        raise ValueError(f"{file} has add_space_prefix, which a tokenizer of kind 'gpt2' does not support here")
     try:
         return _byte_level(fields) if kind == "gpt2" else _sentencepiece(fields)
     except Exception as error:  # tokenizers raises nothing more exact

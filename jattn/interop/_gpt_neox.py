@@ -1,4 +1,4 @@
-"""The GPT-NeoX family (Pythia): attention and MLP side by side, and positions that rotate a part of each head.
+"""The GPT-NeoX family (Pythia): attention and MLP in parallel, and positions that rotate a part of each head.
 
 Source: https://arxiv.org/abs/2204.06745, section 2.1; names as in published checkpoints.
 """

@@ -1,4 +1,4 @@
-"""``logit_parts``: direct logit attribution of a ``Transformer``."""
+"""Attributes a logit directly to the parts of a ``Transformer`` (``logit_parts``)."""
 
 from typing import Any
 
@@ -13,22 +13,23 @@ from jattn.interop._transformer import Transformer
 
 
 def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **options: Any) -> dict[str, Array]:
-    """What each part of the model adds to a logit directly (``jattn.heads.logit_attribution``), from one forward pass.
+    """Direct logit attribution of a ``Transformer``: what each part adds to a logit, from one forward pass.
 
     Args:
-        model: with a norm at the end: norms of the stream itself, as in BERT, leave no sum of parts.
+        model: a model with a norm at the end. Norms on the stream itself, as in BERT, leave no sum of parts.
         tokens: integers ``[B,T]``.
-        directions: ``[M]``, or what broadcasts to ``[B,T,M]``: rows of ``model.output_embedding()``, or differences of
-            them, such as ``[B,1,M]``.
-        options: of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
+        directions: ``[M]``, or an array that broadcasts to ``[B,T,M]``, such as ``[B,1,M]``: rows of
+            ``model.output_embedding()``, or differences of rows.
+        options: keywords of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
 
     Returns:
-        ``"embedding" [B,T]``, positions and token types included; ``"heads" [L,B,T,N]``; ``"mlp" [L,B,T]``;
-        ``"bias" [B,T]``, of all attention outputs and the last norm. Their sum is the logit, before the soft cap of a
-        model that has one. A norm of attention's output is held at its factor, as the last norm is.
+        A dict: ``"embedding" [B,T]``, including positions and token types; ``"heads" [L,B,T,N]``; ``"mlp" [L,B,T]``;
+        ``"bias" [B,T]``, of all attention outputs and the last norm. Their sum is the logit, before the model's soft
+        cap if it has one. The factors of norms on attention's output and of the last norm are held fixed
+        (``jattn.heads.logit_attribution``).
 
     Raises:
-        ValueError: the model has norms of its stream itself; directions of another shape.
+        ValueError: the model has norms on its stream itself, or ``directions`` has another shape.
 
     Example:
         >>> from flax import nnx

@@ -1,4 +1,4 @@
-"""``look``: what every layer of a ``Transformer`` computes from, with the options that give its weights again."""
+"""Returns what the heads of every layer of a ``Transformer`` read and write (``look``)."""
 
 import functools
 from collections.abc import Mapping
@@ -15,24 +15,25 @@ from jattn.interop._transformer import Transformer, layer_options
 
 
 def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str, Any]]:
-    """What the heads of every layer read and wrote, and the options by which their weights are computed again.
+    """Returns what the heads of every layer read and wrote, and the options that reproduce their weights.
 
-    One forward pass, compiled once per model and shape.
+    It takes one forward pass, compiled once per model and shape.
 
     Args:
-        model: of any family.
+        model: a model of any family.
         tokens: integers ``[B,T]``.
-        options: of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
+        options: keywords of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
 
     Returns:
         A list with a dict for each layer. It has ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``,
-        ``lse [B,T,N]`` and ``z [B,T,N,H]``, as by ``sow_heads``, and those of the options ``is_causal``, ``mask``,
-        ``local_window_size``, ``score_mod``, ``scale`` and ``bias`` of ``heads.statistics`` and ``fold_weights`` that
-        the layer has. The padding of ``valid`` is in the mask; ``input_positions`` are in query and key.
+        ``lse [B,T,N]`` and ``z [B,T,N,H]``, and those of the options ``is_causal``, ``mask``, ``local_window_size``,
+        ``score_mod``, ``scale`` and ``bias`` that the layer has, for ``heads.statistics`` and ``fold_weights``. The
+        mask hides the padding of ``valid``; query and key include ``input_positions``.
 
     Raises:
-        ValueError: a ``patch`` of the ``"pattern"``, which mixes the weights of two queries and keys; as the model.
-        TypeError: ``cache``, or an option that the model does not take.
+        ValueError: a ``patch`` has a ``"pattern"``, which mixes the weights of two queries and keys; ``tokens`` or
+            options do not fit the model.
+        TypeError: ``cache`` is given, or an option that the model does not take.
 
     Example:
         >>> from flax import nnx
@@ -52,7 +53,7 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
     shared = {name: x for name, x in options.items() if name not in ("per_layer", "valid", "token_types")}
     every = [{"is_causal": config.causal, "scale": config.scale, **shared, **layer} for layer in per_layer]
     if any("pattern" in (layer.get("patch") or {}) for layer in every):
-        raise ValueError("a patch of the pattern mixes the weights of two queries and keys; no options give them again")
+        raise ValueError("patch['pattern'] mixes the weights of two queries and keys, which look cannot return")
     for name in {"valid", "token_types"} & options.keys():
         options[name] = None if options[name] is None else jnp.asarray(options[name])
     leaves, structure = jax.tree.flatten(options)

@@ -1,4 +1,4 @@
-"""The OLMo 2 family: norms of what attention and MLP add, and of the queries and keys of all heads as one.
+"""The OLMo 2 family: norms of what attention and MLP add, and of the queries and keys of all heads together.
 
 Source: https://arxiv.org/abs/2501.00656, on its architecture; names as in published checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Options of each layer, for a model that scans over its layers."""
+"""Stacks the options of each layer for a model that scans over its layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jattn.heads._gates import checked_patch
 
-_GATED = ("head_gate", "head_fill", "patch")  # a layer without them is one with a gate of 1
+_GATED = ("head_gate", "head_fill", "patch")  # a layer without them gets a gate of 1
 
 
 def stack_options(
@@ -67,7 +67,7 @@ def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, A
     for i, (options, of_layer) in enumerate(zip(every, patches, strict=True)):
         if missing := sorted(some.keys() - options.keys() - set(_GATED)):
             raise ValueError(
-                f"per_layer must give {missing[0]} to every layer or to none, got none for layer {i}; a layer may lack "
+                f"per_layer must give {missing[0]} to every layer or to none, but layer {i} has none; a layer may lack "
                 f"only {', '.join(_GATED)}"
             )
         if "head_fill" in options and "head_gate" not in options:
@@ -77,5 +77,5 @@ def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, A
 
 
 def _neutral(gate: Any, fill: Any) -> tuple[Any, Any]:
-    """A gate of 1, and a finite fill of which it lets nothing through."""
+    """A gate of 1, and a finite fill, of which the gate lets nothing through."""
     return jnp.ones_like(gate), jax.tree.map(jnp.zeros_like, fill)

@@ -1,8 +1,8 @@
-"""``dot_general`` for large weights that rest in 16 bits.
+"""Computes ``dot_general`` with large weights that are stored in 16 bits.
 
-On a CPU, XLA converts the whole of such a weight to float32 before it multiplies, in every call. With few rows, as in
-decoding, that takes several times as long as reading it. As a sum of elementwise products, which XLA fuses with the
-conversion, the weight is read once, as it rests.
+On a CPU, XLA converts a whole 16-bit weight to float32 before it multiplies, in every call. With few rows, as in
+decoding, that takes several times as long as reading it. XLA fuses a sum of elementwise products with the conversion,
+so it reads the weight once, in 16 bits.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How far a long loop is, on a terminal."""
+"""Shows the progress of a long loop on a terminal."""
 
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Reads the folder of a published checkpoint: its ``config.json`` and the safetensors beside it.
+"""Reads the folder of a published checkpoint: its ``config.json`` and safetensors.
 
 Nothing in these files is executed. A damaged or malicious file raises an error that names it.
 """
@@ -21,16 +21,16 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
 
     A tensor is read once it is sliced.
 
-    They are those of ``model.safetensors``; without that file those of the files that an index names; without either
-    those of all ``*.safetensors``. Raises as ``load``.
+    They come from ``model.safetensors``; without that file from the files that an index names; without either from all
+    ``*.safetensors``. Raises as ``load``.
     """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as missing:
-        raise ImportError("reading safetensors needs the package of that name: pip install 'jattn[hf]'") from missing
+        raise ImportError("reading safetensors needs the package safetensors: pip install 'jattn[hf]'") from missing
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{str(folder)!r} holds an adapter (adapter_config.json), which is not read: merge it into its model"
+            f"{str(folder)!r} holds an adapter (adapter_config.json), not a model: merge the adapter into its model"
         )
     files, where = _files(folder)
     for name, exists in (("config.json", (folder / "config.json").is_file()), ("*.safetensors", bool(files))):
@@ -50,7 +50,7 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
         tensors |= loaded
         sources |= dict.fromkeys(loaded, file)
     if absent := sorted(name for name in where.keys() - tensors.keys() if not exclude.search(name)):
-        raise ValueError(f"{folder / _INDEX} names tensors that are not where it says: {', '.join(absent)}")
+        raise ValueError(f"{folder / _INDEX} names tensors that are not in the files it says: {', '.join(absent)}")
     return tensors, _read_json(folder / "config.json")
 
 
@@ -83,10 +83,10 @@ def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
         return sorted(folder.glob("*.safetensors")), {}
     where = _read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(_is_name(name) for name in where.values()):
-        raise ValueError(f"{index} must have a weight_map from tensors to names of files beside it")
+        raise ValueError(f"{index} must have a weight_map from tensors to names of files in the same folder")
     names = sorted(set(where.values()))
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(absent)}")
+        raise FileNotFoundError(f"{index} names files that do not exist: {', '.join(absent)}")
     return [folder / name for name in names], where
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of published checkpoints, the text of a conversation, and what tokens are called in pictures."""
+"""Loads tokenizers of published checkpoints, formats conversations, and labels tokens in pictures."""
 
 import functools
 import itertools
@@ -11,22 +11,22 @@ from jattn.interop._gguf_tokenizer import gguf_tokenizer
 
 
 def tokenizer(source: str | Path) -> Any:
-    """The tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
+    """Loads the tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
 
-    ``source`` is that of ``load``. The tokenizer of a GGUF file puts a first and a last token around a text where the
-    file says so (``add_bos_token``, ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)``
-    leaves them out. As in llama.cpp, a byte that the vocabulary has no token for is left out, too.
+    The tokenizer of a GGUF file adds a first and a last token to a text if the file says so (``add_bos_token``,
+    ``add_eos_token``), like llama.cpp; ``encode(text, add_special_tokens=False)`` omits them. Like llama.cpp, it drops
+    a byte that has no token in the vocabulary.
 
-    In a text, the names of control tokens, such as ``<|im_end|>``, are these tokens. For text that others wrote, which
-    must not be able to end a turn, set ``tokenizer.encode_special_tokens = True``: they are then split as any text.
+    The names of control tokens in a text, such as ``<|im_end|>``, become these tokens. For text from other people,
+    which must not end a turn, set ``tokenizer.encode_special_tokens = True``: the names are then split like other text.
 
     Args:
-        source: the folder, or the file ``*.gguf``.
+        source: the folder, or the file ``*.gguf``, as for ``jattn.interop.load``.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a damaged file, or a kind of vocabulary or of splitting that is not known here.
-        ImportError: tokenizers, or for a GGUF file gguf, is not installed.
+        ValueError: a file is damaged, or its kind of vocabulary or splitting is unknown.
+        ImportError: tokenizers is not installed, or gguf for a GGUF file.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -53,14 +53,14 @@ def tokenizer(source: str | Path) -> Any:
 
 
 def chatml(messages: Sequence[Any]) -> str:
-    """A conversation as text, up to where the assistant's answer begins: ChatML, as SmolLM2 and Qwen2 take it.
+    """Formats a conversation as ChatML, up to the beginning of the assistant's answer, for SmolLM2 and Qwen2.
 
     Args:
-        messages: ``{"role": role, "content": text}``, as transformers takes them, or pairs ``(role, text)``; roles are
-            ``"system"``, ``"user"`` and ``"assistant"``. Models are trained with a system message first.
+        messages: a list of ``{"role": role, "content": text}``, as in transformers, or of pairs ``(role, text)``. Roles
+            are ``"system"``, ``"user"`` and ``"assistant"``. Models are trained with a system message first.
 
     Raises:
-        ValueError: a message is neither.
+        ValueError: a message has neither form.
 
     Example:
         >>> text = jattn.interop.chatml([("system", "You are a helpful assistant."), ("user", "Hello!")])
@@ -96,11 +96,11 @@ _CONTROL_PICTURES = {i: 0x2400 + i for i in range(0x20)} | {ord("\n"): "↵", or
 
 
 def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[list[str]]:
-    """What each token is called in a picture: its text.
+    """The label of each token in a picture: its text.
 
-    Tokens of a byte-level tokenizer may be parts of a character. Such a token is called by the character, as the text
-    around it has it, and the numbers of those of its bytes that the token has: of two tokens, "猫₁₂" and "猫₃". Bytes
-    that are no character in this text are called "<0xE7>".
+    Tokens of a byte-level tokenizer may be parts of a character. The label of such a token is the whole character and
+    the numbers of the bytes that the token has, such as "猫₁₂" and "猫₃" for two tokens. Bytes that form no character
+    in this text get labels like "<0xE7>".
 
     Args:
         argument: the name of ``tokens`` for errors.
@@ -113,7 +113,7 @@ def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[l
     """
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise TypeError(
-            f"tokenizer must have a method decode(ids), as those of tokenizers, got {type(tokenizer).__name__}"
+            f"tokenizer must have a method decode(ids), like those of tokenizers, got {type(tokenizer).__name__}"
         )
     name_of = getattr(tokenizer, "id_to_token", None) or getattr(tokenizer, "convert_ids_to_tokens", None)
     id_of = getattr(tokenizer, "token_to_id", None) or getattr(tokenizer, "convert_tokens_to_ids", None)

@@ -1,4 +1,4 @@
-"""The Transformer of all families: one compiled layer of each kind, scanned over all."""
+"""Implements the Transformer of all families: one compiled layer of each kind, scanned over all layers."""
 
 import dataclasses
 import functools
@@ -24,15 +24,15 @@ from jattn.positions import at_length
 
 
 class Transformer(nnx.Module):
-    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, of any family that ``Config`` can say.
+    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, of any family that ``Config`` describes.
 
     ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
-    over them, so it compiles a single layer, or two where some have the window and others do not (``Config.local``);
-    what the layers sow has that leading axis, too.
+    over them, so it compiles a single layer, or two if only some layers have a window (``Config.local``). What the
+    layers sow also has the leading axis.
 
     Args:
         config: the sizes and the kind, such as ``model.config`` of another model.
-        rngs: of the parameters, random and float32; :func:`~jattn.interop.load` reads published ones.
+        rngs: the random keys of the float32 parameters; :func:`~jattn.interop.load` loads published parameters.
 
     Example:
         >>> from flax import nnx
@@ -74,25 +74,26 @@ class Transformer(nnx.Module):
         """The final hidden states ``[B,T,M]`` of ``tokens``, integers ``[B,T]``.
 
         Args:
-            tokens: ids from 0 to ``config.vocabulary - 1``. An index outside of its table gives NaN, be it a token's,
-                a type's or a learned position's. If positions are learned, T is at most ``config.max_length``.
-            valid: bool ``[B,T]``: False for padding, on either side, which no query sees and which has no position of
-                its own among learned ones. Its indices may be any: outside of a table, the nearest row is read.
+            tokens: ids from 0 to ``config.vocabulary - 1``. An id, type or learned position outside of its table gives
+                NaN. If positions are learned, T is at most ``config.max_length``.
+            valid: bool ``[B,T]``: False for padding, on either side. No query sees padding, and it takes no learned
+                position. Its ids may be any integers: outside of a table, the nearest row is read.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
-            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). A layer
-                may lack ``head_gate``, ``head_fill`` or ``patch``: it then has gates of 1, which change nothing. Other
-                options are given to every layer or to none, with the same functions and arrays of one shape.
-            cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
-                are not ``valid`` take no place in it.
+            per_layer: a list with the options of each layer's attention call, such as ``head_gate``
+                (``jattn.heads.ablate``). A layer may lack ``head_gate``, ``head_fill`` or ``patch``: it then has gates
+                of 1, which change nothing. Give other options to every layer or to none, with the same functions and
+                arrays of one shape.
+            cache: a ``KVCache`` of the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``,
+                and tokens that are not ``valid`` take no slot.
             attention: options of every layer's attention call, such as ``sow_weights``; ``score_mod``, ``scale`` and
-                ``local_window_size`` replace the model's own. ``input_positions``, learned or rotary, start again in
-                each document of a packed row (``mask=Segments(ids)``); masks see slots. ``sow_parts`` sows
-                ``residual_parts`` of every layer, and ``last_stream``, the input of the last norm.
+                ``local_window_size`` replace the model's own. Let ``input_positions`` start again in each document of a
+                packed row (``mask=Segments(ids)``); masks see slots. ``sow_parts`` sows ``residual_parts`` of every
+                layer, and ``last_stream``, the input of the last norm.
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer, or layers differ in other than gates; the cache is not one of this model's.
-            TypeError: ``decode``, which would keep a cache in each layer.
+                entry for each layer, or layers differ in more than gates; the cache belongs to another model.
+            TypeError: ``decode`` is given, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
         limit = config.max_length if config.position is None and cache is None else None
@@ -129,18 +130,23 @@ class Transformer(nnx.Module):
         first_tokens: int = 0,
         sharding: NamedSharding | None = None,
     ) -> KVCache:
-        """An empty cache of all layers: a ``KVCache`` whose keys and values are ``[L,B,C,K,H]``.
+        """An empty cache of all layers: a ``KVCache`` with keys and values ``[L,B,C,K,H]``.
 
-        ``capacity``, ``rolling``, ``first_tokens``: as in ``jattn.init_cache``; so is ``sharding``, that of one layer.
-        ``dtype``: that of the parameters by default.
+        Args:
+            batch_size: B, the number of sequences.
+            capacity: C, the number of tokens that fit.
+            dtype: of the cache; that of the parameters by default.
+            rolling: keep the last ``capacity`` tokens and drop older ones.
+            first_tokens: the number of first tokens that a rolling cache always keeps.
+            sharding: the ``NamedSharding`` of B, C and K of one layer.
 
         Raises:
-            ValueError: the model is not causal; more tokens than it has positions for; a rolling cache that is smaller
-                than the model's window and the first tokens, or of a model that learned a position for each token.
+            ValueError: the model is not causal; the capacity exceeds its positions; a rolling cache is smaller than the
+                model's window plus the first tokens, or the model has learned positions.
         """
         config = self.config
         if rolling and config.position is None:
-            raise ValueError(f"rolling: a {config.family} has {config.max_length} positions and no more")
+            raise ValueError(f"rolling: a {config.family} has only {config.max_length} learned positions")
         if rolling and config.window is not None and capacity - first_tokens < config.window:
             also = f" and {first_tokens} first tokens" if first_tokens else ""
             raise ValueError(
@@ -150,7 +156,7 @@ class Transformer(nnx.Module):
         if rolling and not first_tokens and by_length:
             raise ValueError(f"rolling: the rotary positions of this {config.family} depend on the length of the text")
         if not config.causal:
-            raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")
+            raise ValueError(f"a {config.family} is not causal: tokens see later tokens, so it cannot use a cache")
         if config.position is None and capacity > config.max_length:
             raise ValueError(f"capacity must be at most {config.max_length}, the model's positions, got {capacity}")
         dtype = self.token_embed.embedding[...].dtype if dtype is None else dtype
@@ -162,15 +168,18 @@ class Transformer(nnx.Module):
         return dataclasses.replace(one, key=key, value=value)
 
     def embed(self, tokens: Array) -> Array:
-        """The input ``[B,T,M]`` of the first layer, without padding and a cache."""
+        """The input ``[B,T,M]`` of the first layer for ``tokens [B,T]``, without padding and a cache."""
         return self._embedded(tokens, None, None, None, None)
 
     def unembed(self, x: Array) -> Array:
-        """The logits ``[B,T,vocabulary]`` of the last layer's output ``[B,T,M]``; raises as ``logits``."""
+        """The logits ``[B,T,vocabulary]`` of the last layer's output ``x [B,T,M]``: the last norm, then ``logits``."""
         return self.logits(x if self.last_norm is None else self.last_norm(x))
 
     def logits(self, hidden: Array) -> Array:
-        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``, with the soft cap; raises as the former does."""
+        """The logits ``[..., vocabulary]`` of ``hidden [..., M]``: ``output_embedding``, then the soft cap.
+
+        Raises ``ValueError`` if the model has no output embedding.
+        """
         if self.head is not None:
             logits = self.head(hidden)
         else:
@@ -185,18 +194,18 @@ class Transformer(nnx.Module):
         """``[vocabulary, M]``, a row for each logit; the input embedding if the config ties the two.
 
         Raises:
-            ValueError: the checkpoint has no output embedding, and its config does not tie it to the input's.
+            ValueError: the checkpoint has no output embedding, and its config does not tie it to the input embedding.
         """
         if self.head is not None:
             return self.head.kernel[...].T
         if not self.config.tied:
             raise ValueError(
-                "this checkpoint has no output embedding (lm_head), and its config does not tie it to the input's"
+                "this checkpoint has no output embedding (lm_head), and its config does not tie the embeddings"
             )
         return self.token_embed.embedding[...]
 
     def pooled(self, hidden: Array) -> Array:
-        """BERT's pooler, ``tanh(W x + b)`` of the first token: ``[B,T,M] -> [B,M]``.
+        """BERT's pooler, ``tanh(W x + b)`` of the first token of ``hidden [B,T,M]``: ``[B,M]``.
 
         Raises:
             ValueError: the checkpoint has no pooler.
@@ -206,7 +215,7 @@ class Transformer(nnx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def layer(self, index: int) -> Block:
-        """A copy of one layer, on its own, with its rotary positions; its window is an option of the call."""
+        """A copy of layer ``index``, with its rotary positions. Its window is not part of it: pass it in the call."""
         graph, state = nnx.split(self.layers)
         index = range(self.config.num_layers)[index]
         block = nnx.merge(graph, jax.tree.map(lambda x: x[index], state))
@@ -247,7 +256,7 @@ class Transformer(nnx.Module):
             (x, held), (i, local, parameters, option_arrays) = carry, entry
 
             def of_kind(local: bool) -> tuple[Array, tuple, Any]:
-                # What was sown before is not a layer's business. Sowing changes it in place, so each call has its own.
+                # A layer must not see what was sown before. Sowing changes it in place, so each call has its own.
                 nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
                 block = nnx.merge(graph, nothing, parameters)
                 if local and config.local_position is not None:
@@ -308,8 +317,8 @@ def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
     """The rows of a table in its own dtype; the module's call casts to that which it was made with.
 
     NaN for an index outside of the table, at either end; for padding the nearest row, so that gradients stay finite.
-    Looked up in float32 at least, so that the gradient of a frequent row is a sum in float32: in bfloat16 it would stop
-    at 256 ones.
+    Looked up in at least float32, so that the gradient of a frequent row is a sum in float32: in bfloat16 a sum of ones
+    would stop at 256.
     """
     stored = embed.embedding[...]
     table = stored.astype(softmax_dtype(stored))

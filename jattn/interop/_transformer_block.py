@@ -1,4 +1,4 @@
-"""One layer of a model: attention and an MLP on ``jattn.nnx.MultiHeadAttention``."""
+"""Implements one layer of a model: attention and an MLP on ``jattn.nnx.MultiHeadAttention``."""
 
 import functools
 from typing import Any
@@ -13,11 +13,11 @@ from jattn.score_mods import SoftCap
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to the residual stream, with norms as the config says: one layer of a model.
+    """One layer of a model: attention and an MLP, each added to the residual stream, with the config's norms.
 
     Args:
         config: the sizes and the kind.
-        rngs: of the parameters.
+        rngs: the random keys of the parameters.
 
     Example:
         >>> from flax import nnx
@@ -62,10 +62,10 @@ class Block(nnx.Module):
         self.parallel, self.activation, self.scale = config.parallel, config.activation, config.scale
 
     def __call__(self, x: Array, *, sow_parts: bool = False, **attention: Any) -> Any:
-        """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call. With ``cache``, a pair with it.
+        """The layer's output ``[B,T,M]`` for ``x [B,T,M]``; with ``cache=``, ``(output, cache)``.
 
-        ``sow_parts``: sow ``residual_parts``: the layer's ``input``, the output of its attention before
-        ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
+        ``attention``: options of the attention's call. ``sow_parts``: sow ``residual_parts``: the layer's ``input``,
+        the output of its attention before ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
         """
         before = x
         if self.scale is not None:
@@ -86,7 +86,7 @@ class Block(nnx.Module):
         return x if cache is None else (x, cache)
 
     def mlp(self, x: Array) -> Array:
-        """The MLP, ``[..., M] -> [..., M]``."""
+        """The output ``[..., M]`` of the MLP for ``x [..., M]``."""
         activation = ACTIVATIONS[self.activation]
         hidden = self.mlp_in(x)
         hidden = activation(hidden) if self.mlp_gate is None else activation(self.mlp_gate(x)) * hidden

@@ -1,4 +1,4 @@
-"""``Family``: how one family of models names its configuration and its tensors."""
+"""Defines ``Family``: how one family of models names its configuration and its tensors."""
 
 import dataclasses
 import math
@@ -61,28 +61,28 @@ def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.nd
 class Family:
     """The names in the ``config.json`` and the checkpoints of one family.
 
-    ``modules`` maps the path of each module in ``Transformer`` to its possible names in a checkpoint; ``layer`` does so
-    for the modules of a layer, with ``{}`` for its number. A module has a weight, and a bias or not. A module that a
-    checkpoint lacks may be there in our model only if its ``Config`` says so. ``"attention.fused"`` stands for query,
-    key and value in one, ``"mlp_fused"`` for the MLP's gate and input.
+    Modules have a weight and possibly a bias. If a checkpoint lacks a module, ``Config`` must say that the model has
+    none. ``"attention.fused"`` is one module for query, key and value, ``"mlp_fused"`` for the MLP's gate and input.
 
     Attributes:
         name: ``model_type`` in the config.
         config: reads the config; raises ``ValueError`` for what the model does not support (``numbers``, ``refuse``),
-            and for keys that it does not know, if it calls ``refuse_others``.
-        fused: ``(x [...,in], widths, head_dim)``: how a fused projection is split. By default one after the other.
-        inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, as PyTorch's Linear.
-        prefixes: what models with a task head put before names; the first that a name starts with is taken off.
-        skipped: what the names of tensors start with that are not the text model's, such as those for images.
-        norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``. Here they
-            multiply by the scale.
+            and for unknown keys, if it calls ``refuse_others``.
+        modules: maps the path of each module in ``Transformer`` to its possible names in a checkpoint.
+        layer: the same for the modules of a layer, with ``{}`` for the number of the layer.
+        fused: ``(x [...,in], widths, head_dim)``: splits a fused projection; by default in consecutive blocks.
+        inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, like PyTorch's Linear.
+        prefixes: prefixes of names in models with a task head; the first that matches a name is removed.
+        skipped: prefixes of tensors that are not part of the text model, such as those for images.
+        norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``, because the
+            norms here multiply by the scale.
 
     Example:
         >>> import dataclasses
         >>> llama = jattn.interop.FAMILIES["llama"]
         >>> llama.layer["attention.query"]  # its name in a checkpoint
         ('layers.{}.self_attn.q_proj',)
-        >>> inside = ("language_model.model.", "language_model.")  # what layers have, what the output embedding has
+        >>> inside = ("language_model.model.", "language_model.")  # prefixes of layers and of the output embedding
         >>> inside = dataclasses.replace(llama, prefixes=inside)  # for load(source, family=inside)
     """
 
@@ -100,9 +100,9 @@ class Family:
 def numbers(
     config: Mapping[str, Any], keys: Mapping[str, str], optional: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Positive integers by their names in ``Config``: those under ``keys``, and of ``optional`` those that are given.
+    """Positive integers by their names in ``Config``: all ``keys``, and the ``optional`` keys that are given.
 
-    Raises ``ValueError`` if one is missing, or is no positive integer.
+    Raises ``ValueError`` if a key is missing, or is not a positive integer.
     """
     kind = config.get("model_type")
     if missing := [key for key in keys.values() if key not in config]:
@@ -115,7 +115,7 @@ def numbers(
 
 
 def small(config: Mapping[str, Any], key: str) -> float:
-    """The number in [0, 1) under a key, such as a norm's epsilon. Raises ``ValueError`` if there is none."""
+    """The number in [0, 1) under a key, such as a norm's epsilon. Raises ``ValueError`` if it is missing."""
     kind = config.get("model_type")
     if key not in config:
         raise ValueError(f"the config of a {kind} has no {key}")
@@ -125,7 +125,7 @@ def small(config: Mapping[str, Any], key: str) -> float:
 
 
 def positive(config: Mapping[str, Any], key: str) -> float:
-    """The positive number under a key, such as a soft cap. Raises ``ValueError`` if there is none."""
+    """The positive number under a key, such as a soft cap. Raises ``ValueError`` if it is missing."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         kind = config.get("model_type")
@@ -147,8 +147,8 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
     """Rotary positions as a config says; newer ones keep base, fraction and scaling in one entry.
 
     Raises:
-        ValueError: a scaling that is not known, two of them, an entry that it does not have, such as one for each type
-            of layer, or a number that is not positive.
+        ValueError: there are two scalings, or the scaling is unknown or has unknown entries, such as one for each type
+            of layer; a number is not positive.
     """
     entries = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(entry, Mapping) for entry in entries):
@@ -227,7 +227,7 @@ def local_layers(options: Mapping[str, Any], num_layers: int, default: Sequence[
     known = isinstance(kinds, list | tuple) and all(kind in (LOCAL, GLOBAL) for kind in kinds)
     if not known or len(kinds) != num_layers:
         raise ValueError(
-            f"layer_types must say {LOCAL} or {GLOBAL} for each of {num_layers} layers in this config, got {kinds!r}"
+            f"layer_types must be {LOCAL} or {GLOBAL} for each of {num_layers} layers in this config, got {kinds!r}"
         )
     return [kind == LOCAL for kind in kinds]
 
@@ -244,7 +244,7 @@ def of_whole_heads(position: Rotary) -> Rotary:
 def refuse(config: Mapping[str, Any], **supported: Any) -> None:
     """Raises ``ValueError`` if a key is in the config with another value than the one supported.
 
-    A null counts as a key that is not there, unless the supported value is True or a name: it may mean false, or none.
+    A null counts as a missing key, unless the supported value is True or a name: then it may mean false, or none.
     """
     for key, value in supported.items():
         missing = config.get(key) is None and value is not True and not isinstance(value, str)
@@ -255,12 +255,12 @@ def refuse(config: Mapping[str, Any], **supported: Any) -> None:
 def refuse_others(config: Mapping[str, Any], *known: str) -> None:
     """Raises ``ValueError`` for keys that may change what the model computes: neither ``known`` nor ``HARMLESS``.
 
-    A null counts as a key that is not there. ``known`` are the keys that the family reads or checks itself.
+    A null counts as a missing key. ``known`` are the keys that the family reads or checks itself.
     """
     refuse(config, is_encoder_decoder=False, add_cross_attention=False, pruned_heads={})
     checked = {*known, *HARMLESS, "is_encoder_decoder", "add_cross_attention", "pruned_heads"}
     if others := {key: value for key, value in config.items() if key not in checked and value is not None}:
         raise ValueError(
-            f"the config of a {config.get('model_type')} has keys that are not known here and may change what the "
-            f"model computes: {others}; leave out those that do not"
+            f"the config of a {config.get('model_type')} has unknown keys that may change what the model computes: "
+            f"{others}; remove those that do not"
         )

@@ -1,4 +1,4 @@
-"""The Llama family (Llama 2 and 3, SmolLM2), and Mistral, Qwen2 and Qwen3, which differ from it in little.
+"""The Llama family (Llama 2 and 3, SmolLM2), and Mistral, Qwen2 and Qwen3, which differ little from it.
 
 Sources: https://arxiv.org/abs/2302.13971, section 2.2; https://arxiv.org/abs/2310.06825, section 2 (the window);
 https://arxiv.org/abs/2407.10671, section 2.2 (biases of query, key and value); https://arxiv.org/abs/2505.09388,
@@ -53,7 +53,7 @@ def llama(options: Mapping[str, Any]) -> Config:
 
 
 def mistral(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Mistral's config: a Llama whose queries may see a window, of 4096 tokens unless it says null."""
+    """The sizes in a Mistral's config: a Llama with a window, of 4096 tokens by default; null means no window."""
     options = {"sliding_window": 4096, **options}  # the family's default, MistralConfig's in transformers 5.24
     window = numbers(options, {}, {"window": "sliding_window"})
     refuse_windows(options, "sliding_attention" if window else "full_attention")
@@ -82,8 +82,8 @@ _WINDOWS = ("use_sliding_window", "max_window_layers")
 def _windows(options: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers of a Qwen have a window, as in ``Qwen2Config`` of transformers 5.24.
 
-    Without ``use_sliding_window`` none, whatever the other keys say. Otherwise as ``layer_types`` says, or else from
-    layer ``max_window_layers`` on, 28 by default. The window is 4,096 by default.
+    Without ``use_sliding_window`` no layer has one, whatever the other keys say. Otherwise those that ``layer_types``
+    lists, or else layer ``max_window_layers`` (28 by default) and later ones. The window is 4,096 by default.
     """
     used = options.get("use_sliding_window", False)
     if not isinstance(used, bool):

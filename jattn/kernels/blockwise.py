@@ -20,12 +20,12 @@ from jattn.kernels.kernel import MIN_PAIRS, MIN_SCORES, ReducingKernel, Results
 class Blockwise(ReducingKernel):
     """``implementation=``: ``"blockwise"`` with your own block sizes.
 
-    ``block_sizes``: queries and keys per block; ``choose_blocks`` in ``jattn._blocks.block_lists`` sets the default.
-    Changes no result beyond rounding.
+    ``block_sizes``: queries and keys per block; by default chosen from T, S and the platform
+    (``jattn._blocks.block_lists.choose_blocks``). It changes results only by rounding.
     """
 
     name: ClassVar[str] = "blockwise"
-    pays_when: ClassVar[str] = f"faster from T * S = {MIN_PAIRS}, saves memory from B * N * T * S = {MIN_SCORES}"
+    pays_when: ClassVar[str] = f"faster if T * S >= {MIN_PAIRS}, saves memory if B * N * T * S >= {MIN_SCORES}"
     backward_is_for_qkv_alone: ClassVar[bool] = True
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True

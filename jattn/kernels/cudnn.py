@@ -1,8 +1,8 @@
 """``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
 
 It supports only the kernel's own masks: with a mask added as a bias, rows without a visible key would be the mean of
-the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel, whose own
-scale must be known while tracing.
+the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel, because the
+kernel's own scale must be known while tracing.
 
 The log-sum-exp and the output, which the backward pass needs, are found among what ``jax.vjp`` of the kernel keeps:
 ``jax.nn`` returns the first rounded to 16 bits and takes neither. Its backward kernel knows no cotangent of the
@@ -68,7 +68,7 @@ class Cudnn(Kernel):
 
     def refusal_at_lowering(self, call: Call) -> str | None:
         if jax.__version_info__ < OLDEST:
-            return f"it is the default from JAX {'.'.join(map(str, OLDEST))} on"
+            return f"it is a default only with JAX {'.'.join(map(str, OLDEST))} or newer"
         if deferred.is_exported():
             return "jax.export does not take its calls"
         return self.refusal(call)

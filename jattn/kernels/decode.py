@@ -2,7 +2,7 @@
 
 With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
 that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
-``jattn._blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; besides O(S) it holds
+``jattn._blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; it holds O(S) numbers and
 ``[B,N,T,chunk]`` scores.
 """
 
@@ -29,8 +29,8 @@ from jattn._core.vmap import canonical, over_call
 from jattn._mods.arrays import Length
 from jattn.kernels.kernel import FEW, PlainKernel
 
-# It pays from this many numbers in the keys per query on, and up to this T * K: multiplying all query heads with all
-# key heads then costs less than transposing the keys (measured on CPU).
+# It pays with at least this many numbers in the keys per query, and up to this T * K: multiplying all query heads with
+# all key heads then costs less than transposing the keys (measured on CPU).
 MIN_KEYS, MAX_ROWS = 2**20, 64
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 
@@ -123,7 +123,7 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
 
 
 def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Call:
-    """The call for the ``size`` keys from slot ``first`` on.
+    """The call for the ``size`` keys that begin at slot ``first``.
 
     With ``begin`` None, every query sees all of them. Otherwise they are masked, and hidden before slot ``begin``.
     """

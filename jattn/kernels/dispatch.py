@@ -1,4 +1,4 @@
-"""Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
+"""Chooses what ``jattn.dot_product_attention`` runs, from one table, read while tracing and at lowering."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     for kernel in (Decode(), Blockwise(), Dense(), Cudnn(), Splash(), PallasTPU(), PallasGPU(), Native())
 }
 # What ``implementation=None`` takes on a platform: the first that pays off (``Kernel.pays``) and supports the call.
-# Kernels that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
+# Kernels that others also run come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
 # passed over.
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "decode", "blockwise", "xla"),
@@ -44,7 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 class Dispatch(ReducingKernel):
     """``implementation=None``: what each platform takes, resolved when the program is lowered.
 
-    Where arrays besides query, key and value have gradients, all gradients are blockwise's, or JAX's of the dense
+    If arrays other than query, key and value have gradients, all gradients are blockwise's, or JAX's of the dense
     formula where blocks do not pay.
     """
 

@@ -1,4 +1,4 @@
-"""Calls of a compiled kernel through XLA's foreign function interface, of which ``jax.vmap`` makes no more."""
+"""Calls a compiled kernel through XLA's foreign function interface; ``jax.vmap`` adds sequences, not calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 def call_once(
     name: str, settings: dict[str, Any], kinds: Sequence[str], shapes: Sequence[tuple], operands: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
-    """One call of a kernel, of which ``jax.vmap`` makes one of more sequences.
+    """One call of a kernel, which ``jax.vmap`` turns into one call of more sequences.
 
-    ``kinds``: whether each sequence has an own entry on an operand's first axis, or may share one, or there is none.
+    ``kinds``: whether each sequence has its own entry on an operand's first axis, may share one, or there is no entry.
     """
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     B = shapes[0][0]

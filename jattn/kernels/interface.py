@@ -1,4 +1,4 @@
-"""What an implementation offers: what ``implementation=`` takes, and what jattn asks of it besides."""
+"""Defines the interface of an implementation: what ``implementation=`` needs, and what jattn can also use."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from jattn._mods.arrays import Length
 
 
 class Unsupported(NotImplementedError):
-    """The named implementation does not support the call; the message gives the reason.
+    """Raised if the named implementation does not support the call; the message gives the reason.
 
     Example:
         >>> query = key = value = jnp.ones((1, 4, 2, 8))
@@ -43,7 +43,7 @@ class ReducesWeights(Protocol):
     """An implementation that also reduces weights where they are computed, for ``jattn.heads.statistics``."""
 
     def slots(self, length: Length) -> np.ndarray | None:
-        """The token that each slot of a sequence holds, integers ``[length]``; None if the order is the tokens' own."""
+        """The token in each slot of a sequence, integers ``[length]``; None if slots are in the tokens' own order."""
         ...
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
@@ -53,7 +53,7 @@ class ReducesWeights(Protocol):
     def map_parts(
         self, fn: Callable[..., PyTree], call: Call, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
-        """``fn(call, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn._core.shard.per_device``."""
+        """``fn(call, *arrays)`` on each part of the call that ``fold`` takes, like ``jattn._core.shard.per_device``."""
         ...
 
 
@@ -69,6 +69,6 @@ class OverDevices(Protocol):
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """The lines of ``jattn.explain``: what is divided, and what a device sends.
 
-        ``explain``: what it says of the call of one device, with the name of an implementation or None.
+        ``explain``: a function of the call of one device and the name of an implementation or None, which returns text.
         """
         ...

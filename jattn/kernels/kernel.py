@@ -26,8 +26,8 @@ from jattn.kernels.interface import Unsupported
 # ``forward_with_error`` also what rounding took from ``out``, in its dtype.
 Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Array, ...]]
 
-# Blocks pay from MIN_PAIRS = T * S on, or from MIN_SCORES = B * N * T * S on, 256 MiB of dense scores in float32; with
-# fewer queries than FEW, never.
+# Blocks pay if T * S >= MIN_PAIRS, or if B * N * T * S >= MIN_SCORES, 256 MiB of dense scores in float32; with fewer
+# queries than FEW, never.
 MIN_PAIRS, MIN_SCORES, FEW = 2**20, 2**26, 16
 
 SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
@@ -44,8 +44,8 @@ def _is_symbolic(call: Call) -> bool:
     return not all(isinstance(size, int) for size in sizes)
 
 
-# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. Fields of ``Call`` that
-# have words for it are among them.
+# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. They include the fields of
+# ``Call`` that have a text for it.
 OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
     "symbolic shapes": (_is_symbolic, "it takes no symbolic shapes"),
     "empty arrays": (lambda call: call.value is None or 0 in _shapes(call), "it takes no empty arrays"),
@@ -65,26 +65,26 @@ OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
 class Kernel:
     """An implementation in linear memory with the derivative rule of ``jattn._blocks.backward``.
 
-    A subclass is a frozen dataclass of its settings, in a file of its own. To write one, override in this order:
+    A subclass is a frozen dataclass of its settings, in its own file. To write one, override in this order:
 
     1. ``name``, and ``platform`` if it runs on one kind of device only.
-    2. What it refuses. ``dtypes``; ``takes``, the ``OPTIONS`` that it supports, fields of ``Call`` among them: one that
-       is added later is refused until a kernel that lists its own names it, unless its scores are those of
-       ``jattn._core.attention`` or ``jattn._blocks``; and ``refusals`` for all else.
+    2. What it refuses: ``dtypes``; ``takes``, the ``OPTIONS`` that it supports, including fields of ``Call``; and
+       ``refusals`` for everything else. A kernel that lists its ``takes`` refuses options that are added later until it
+       names them, unless its scores are those of ``jattn._core.attention`` or ``jattn._blocks``.
     3. ``forward``. Now it is right: its derivatives are blockwise's, which computes the forward pass again in blocks.
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
        the gradients of other arrays stay blockwise's. In 16 bits also ``forward_with_error``, with ``returns_error``:
        without it, the gradient of the query shows the rounding of ``out`` where keys have much in common.
-    5. ``pays`` and ``pays_when``, if it is to be taken unasked elsewhere than blocks are.
+    5. ``pays`` and ``pays_when``, if it should be a default in other cases than blocks are.
     6. ``rounds_query`` if its log-sum-exp is not exactly that of the scores, ``prepare`` if it reads static arrays
        while tracing, and ``describe_work`` for ``jattn.explain``.
 
-    Then ``jattn.testing.check`` holds it to every case, and a line in ``jattn.kernels.dispatch`` gives it its name. A
-    kernel that leaves derivatives to JAX is a ``PlainKernel`` and overrides ``run``; one that also reduces weights for
+    Then test it with ``jattn.testing.check``, and give it a name by a line in ``jattn.kernels.dispatch``. A kernel that
+    leaves derivatives to JAX is a ``PlainKernel`` and overrides ``run``; one that also reduces weights for
     ``jattn.heads.statistics`` is a ``ReducingKernel``.
 
-    ``forward`` and ``backward`` get a canonical call, that of ``jattn._core.vmap.canonical``: with a scale that is an
-    array or None, and functions whose captured arrays are among its leaves.
+    ``forward`` and ``backward`` get a canonical call (``jattn._core.vmap.canonical``): its scale is an array or None,
+    and the arrays that its functions capture are among its leaves.
     """
 
     name: ClassVar[str]  # as in ``implementation=``
@@ -96,7 +96,7 @@ class Kernel:
     # Nobody has run it on its hardware yet: it is taken by name only. After a run, this field is all there is to
     # change.
     never_run: ClassVar[bool] = False
-    # Its ``backward`` is used only where no array besides query, key and value has a gradient.
+    # Its ``backward`` is used only if no array other than query, key and value has a gradient.
     backward_is_for_qkv_alone: ClassVar[bool] = False
     # It multiplies the query by the scale and rounds it, so its log-sum-exp is not that of blockwise's scores.
     rounds_query: ClassVar[bool] = False
@@ -115,10 +115,10 @@ class Kernel:
             raise TypeError(f"{cls.__name__}.takes: no option is called {unknown}; there are {', '.join(OPTIONS)}")
 
     def pays(self, call: Call) -> bool:
-        """Whether, unasked, it is taken before those after it in ``jattn.kernels.dispatch.ORDER``: is faster, or saves.
+        """Whether ``implementation=None`` prefers it to those after it in ``jattn.kernels.dispatch.ORDER``.
 
-        By default, where blocks do: there the dense matrix takes more time than the loop over blocks (measured on CPU:
-        experiments/results), or much memory. With few queries or keys, the matrix grows only linearly.
+        By default, where blocks pay: the dense matrix then takes more time than the loop over blocks (measured on CPU),
+        or much memory. With few queries or keys, the matrix grows only linearly.
         """
         (B, T, N, _), S = call.query.shape, call.key.shape[1]
         if not isinstance(T, int) or not isinstance(S, int):
@@ -131,7 +131,7 @@ class Kernel:
         return ()
 
     def refusal_at_lowering(self, call: Call) -> str | None:
-        """A reason against taking the kernel unasked that is known only where the program is lowered, or None."""
+        """A reason against the kernel as a default that is known only where the program is lowered, or None."""
         return None
 
     def describe_work(self, platform: str, call: Call) -> str | None:
@@ -139,7 +139,7 @@ class Kernel:
         return None
 
     def describe_products(self, call: Call) -> str | None:
-        """In which dtype it multiplies, as a predicate, where that depends on the machine; None elsewhere."""
+        """The dtype of its products, as a predicate, if that depends on the machine; otherwise None."""
         return None
 
     def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
@@ -191,7 +191,7 @@ class Kernel:
         return next((reason for applies, reason in self.refusals(call) if applies), None)
 
     def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
+        """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory plus inputs and outputs, forward and backward."""
         self._check(self.unsupported_reason(call))  # given as an object, it was not asked before
         everywhere = replicated_on(call) if self.platform else None  # XLA cannot place a kernel on several devices
         if everywhere is not None:
@@ -243,7 +243,7 @@ def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Res
 
 
 def narrowed(call: Call) -> Call:
-    """The call with its query in the dtype of its keys; it may be in the softmax's, so that its gradient is, too."""
+    """The call with its query in the dtype of its keys; it may have the softmax's, so that its gradient has that."""
     return dataclasses.replace(call, query=call.query.astype(call.key.dtype))
 
 
@@ -268,7 +268,7 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class PlainKernel(Kernel):
-    """A ``Kernel`` that overrides ``run`` alone: JAX differentiates it."""
+    """A ``Kernel`` that overrides only ``run``: JAX differentiates it."""
 
     def forward(self, platform: str, call: Call) -> Results:
         out, lse = self.run(call)

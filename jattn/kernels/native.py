@@ -4,8 +4,8 @@ The online softmax of ``jattn._blocks.online_softmax``, with the scores of a til
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few queries each key is read
 once for all heads. For masks under which a query sees an interval of keys, or those of its segment, and mask arrays.
 Bias and mask arrays are read where they are. Where the CPU multiplies bfloat16, the kernels do, unless the highest
-precision is asked for: weights and gradients of scores are rounded as factors, and all else is float32. Forward mode,
-higher orders and the gradients of arrays besides query, key and value are blockwise's.
+precision is requested: weights and gradients of scores are rounded as factors, and all else is float32. Forward mode,
+higher orders and the gradients of arrays other than query, key and value are blockwise's.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
-MIN_KEYS = 128  # with few queries it pays from as many keys on (measured on CPU, forward and backward)
+MIN_KEYS = 128  # with few queries it pays with at least this many keys (measured on CPU, forward and backward)
 STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
 TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
 FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
 WIDTHS = (None, 4, 8, 16)
-VERSION = "0.2.0"  # of jattn-native, whose kernels take these operands
+VERSION = "0.2.0"  # of jattn-native; its kernels take these operands
 FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
 
 
@@ -62,7 +62,7 @@ class Native(Kernel):
     platform: ClassVar[str | None] = "cpu"
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True
-    pays_when: ClassVar[str] = f"faster from {FEW} keys on, for fewer than {FEW} queries from {MIN_KEYS}"
+    pays_when: ClassVar[str] = f"faster with at least {FEW} keys, or {MIN_KEYS} for fewer than {FEW} queries"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16, jnp.float32)
     takes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -132,7 +132,7 @@ class Native(Kernel):
         return self.forward_with_error(platform, call)[:3]
 
     def forward_with_error(self, platform: str, call: Call) -> Results:
-        """By the kernels, whose output is float32."""
+        """By the kernels, which output float32."""
         (B, T, N, _), S, D = call.query.shape, call.key.shape[1], call.value.shape[3]
         types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (call.key, call.value)
         if T < self.few:
@@ -236,7 +236,7 @@ SEQUENCES = "none", "shared", "shared", *["each"] * 5, "none", "none", *["shared
 
 
 def _score_operands(call: Call) -> list[jax.Array]:
-    """What scores depend on besides queries and keys, in the order in which ``scores_of`` in C++ reads it."""
+    """What scores depend on other than queries and keys, in the order in which ``scores_of`` in C++ reads it."""
     mod, dropout, seen = call.score_mod, call.dropout, visible_keys(call)
     relative = isinstance(mod, Alibi | RelativeBias) or dropout is not None
     numbers = [
@@ -272,7 +272,7 @@ def _of_heads(table: AnyArray, call: Call) -> jax.Array:
 
 
 def _furthest(call: Call, mod: RelativeBias) -> int:
-    """The distance from which on all have one bias, or the largest that there is."""
+    """The distance at and beyond which all biases are equal, or the largest distance in the call."""
     by_slot = call.query_positions is None and call.kv_positions is None
     return min(mod.max_distance, max(call.query.shape[1], call.key.shape[1])) if by_slot else mod.max_distance
 
@@ -308,8 +308,8 @@ def _of_each(positions: AnyArray, arrays: jax.Array) -> jax.Array:
 class Visible(NamedTuple):
     """What the queries of a call see.
 
-    A query sees the keys at ``low <= position <= high`` whose id is its own and that the mask shows, or any id and all
-    keys if there are none. A key's position is its slot if there are none of them.
+    A query sees a key if ``low <= position <= high``, their ids are equal (if there are ids), and the mask shows it (if
+    there is one). A key's position is its slot if there are no positions.
     """
 
     low: jax.Array  # [B|1,N|1,T], int32
@@ -410,5 +410,5 @@ def _why_missing() -> str | None:
 
 
 def _library() -> Any:
-    """The kernels, which XLA knows from the first call on."""
+    """The kernels; the first call registers them with XLA."""
     return importlib.import_module("jattn_native").library()

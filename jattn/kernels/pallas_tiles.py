@@ -93,7 +93,7 @@ class _Mod:
 
 @dataclasses.dataclass
 class Scores:
-    """What the scores of a call are computed from, besides queries and keys."""
+    """What the scores of a call are computed from, other than queries and keys."""
 
     call: Call
     scale: Any  # arrays, here and below: what ``Operands`` returned, for those of pairs after what they run over

@@ -1,4 +1,4 @@
-"""A model's clean run, layer by layer, and the roles of its heads."""
+"""Runs a model on its clean input, layer by layer, and labels its heads with roles."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -67,5 +67,5 @@ def roles_of(
     roles = heads.roles({name: clean.statistics[name] for name in PATTERNS}, null, level=LEVEL, baseline=usual)
     return roles, (
         f"role: null, {null[PATTERNS[0]].size} heads of models with random parameters ({count}); baseline, this model "
-        f"on shuffled tokens; of {' and '.join(heads.OF_TOKENS)}, its clean run judged by shuffled tokens"
+        f"on shuffled tokens; for {' and '.join(heads.OF_TOKENS)}, its clean run judged by shuffled tokens"
     )

@@ -1,4 +1,4 @@
-"""What the metric loses without a head: exactly, from the head's layer on, and estimated for all heads at once."""
+"""Measures what the metric loses without a head: exactly, from the head's layer up, or estimated for all heads."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,8 +20,8 @@ def estimated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[L,N]``: the first-order estimate of ``exactly`` for all heads, from one forward and one backward pass.
 
-    And the sum of its absolute values over positions, by which heads are chosen: effects that cancel between positions
-    to first order may be large.
+    Also the sum of its absolute values over positions, which chooses the heads to measure: effects that cancel between
+    positions to first order may be large.
     """
 
     def run(per_layer: Sequence[dict[str, Any]]) -> Array:
@@ -61,8 +61,8 @@ def exactly(
 ) -> np.ndarray:
     """``[L,N]``: the metric with each chosen head switched off, NaN for the others.
 
-    A head changes nothing in earlier layers, so the model runs from its layer on. All batches are padded to one size
-    with groups of no heads, so that they share their programs.
+    A head changes nothing in earlier layers, so the model runs only from its layer up. All batches are padded to one
+    size with groups of no heads, so that they share their programs.
     """
     N = z[0].shape[-2]
     at_once = heads_at_once(N, tokens)

@@ -1,4 +1,4 @@
-"""``report``: what every head of a model does, as one offline page."""
+"""Writes what every head of a model does as one offline page (``report``)."""
 
 import collections
 import dataclasses
@@ -28,14 +28,14 @@ from jattn.reports._side_by_side import page_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """A page of heads. The last line of a notebook's cell, it shows itself, in a frame that can reach nothing else.
+    """A page of heads. A notebook displays it, in a frame that is isolated from the notebook.
 
-    :func:`~jattn.report` makes it. ``numbers`` are the statistics and the further columns, ``{name: [h]}`` with h over
-    the heads of all layers, ``roles`` the heads' labels, and ``others`` the reports to show beside it. The other fields
-    are what it shows, before it is packed into a page.
+    :func:`~jattn.report` makes it. ``numbers`` are the statistics and the additional columns, ``{name: [h]}`` with h
+    over the heads of all layers; ``roles`` are the heads' labels, and ``others`` the reports to compare with. The other
+    fields are what the page shows, before it is packed.
 
     Example:
-        >>> weights = np.tile(np.eye(3)[[0, 0, 1]], (2, 1, 1))  # [N,T,S]: two heads that look one token back
+        >>> weights = np.tile(np.eye(3)[[0, 0, 1]], (2, 1, 1))  # [N,T,S]: two previous-token heads
         >>> page = jattn.report(weights, ["Le chat noir".split()])
         >>> page.numbers["previous_token"].tolist()
         [1.0, 1.0]
@@ -56,21 +56,21 @@ class Report:
 
     @functools.cached_property
     def html(self) -> str:
-        """The whole file. A warning says if it is larger than 6 MB."""
+        """The whole file. Warns if it is larger than 6 MB."""
         page = page_of(self, self.others).html()
         if len(page) > PAGE_LETTERS:
             warnings.warn(
-                f"the page has {len(page) / 1e6:.1f} MB, more than the 6 MB of a report: its labels and lists alone "
+                f"the page has {len(page) / 1e6:.1f} MB, more than the 6 MB of a report, because its labels and lists "
                 "leave no room for weights; show fewer sequences, or shorter tokens",
                 stacklevel=2,
             )
         return page
 
     def save(self, path: str | Path) -> Path:
-        """Writes the file and returns its path. Until the new file is whole, the path has the old one.
+        """Writes the file and returns its path. The old file stays until the new one is complete.
 
         Raises:
-            OSError: there is no such folder; the disk is full.
+            OSError: the folder does not exist, or the disk is full.
         """
         path = Path(path)
         _check_place(path)
@@ -86,7 +86,7 @@ class Report:
         )
 
     def __repr__(self) -> str:
-        beside = "".join(f", beside {other.title!r}" for other in self.others)
+        beside = "".join(f", compared with {other.title!r}" for other in self.others)
         return f"{type(self).__name__}({self.title!r}, {len(self.heads)} heads, {len(self.queries)} sequences{beside})"
 
 
@@ -104,41 +104,42 @@ def report(
     title: str = "Attention heads",
     **options: Any,
 ) -> Report:
-    """What every head of a model does, as one offline HTML file: pictures, the text, statistics, roles.
+    """Writes what every head of a model does as one offline HTML file: pictures, the text, statistics, roles.
 
-    All is computed from ``(query, key, lse)`` in pieces. Few weights are all kept; of long sequences, a coarse picture
-    and each query's largest weights. The file stays under 6 MB, and it says what is left out; a warning says so if its
-    labels alone are more.
+    Everything is computed from ``(query, key, lse)`` in pieces. Short sequences keep all weights; long sequences keep a
+    coarse picture and each query's largest weights. The file stays under 6 MB and says what it leaves out; if its
+    labels alone need more, it warns.
 
     Args:
-        heads: what a model has sown under ``sow_heads`` or ``sow_weights``; a list of layers, as ``heads.collect``
-            and ``interop.look`` return; or ``{name: layer}``. A layer is ``(query, key)``, ``(query, key, lse)``, a
-            dict of these with options of its own, or weights ``[B,N,T,S]``, such as the ``attentions`` of transformers.
-            Shapes are ``query [B,T,N,H]``, ``key [B,S,K,H]``, ``lse [B,T,N]``, all of them with B or without.
+        heads: what a model has sown under ``sow_heads`` or ``sow_weights``; a list of layers, from ``heads.collect``
+            or ``interop.look``; or ``{name: layer}``. A layer is ``(query, key)``, ``(query, key, lse)``, a dict of
+            these and its own options, or weights ``[B,N,T,S]``, such as the ``attentions`` of transformers.
+            Shapes are ``query [B,T,N,H]``, ``key [B,S,K,H]``, ``lse [B,T,N]``, all with B or all without.
             Arrays may be tensors of PyTorch and other libraries.
         tokens: of the queries, and of the keys in self-attention: ids ``[B,T]`` or ``[T]``, or a list of strings for
             each sequence, which may be shorter than T if padding follows.
-        path: where to write the file; None for nowhere.
-        key_tokens: of the keys, if they are another text (cross-attention).
-        tokenizer: turns ids, or its own strings, into text: of ``tokenizers`` or ``transformers``. A token that is a
-            part of a character is labelled with it and the numbers of its bytes, "猫₁₂".
-        columns: further numbers of each head, ``{name: [L,N]}``, for the table.
-        roles: of ``heads.roles``; the labels ``[L,N]``.
-        null: reports of heads that cannot have a role: of models with random parameters, on the same tokens. Each head
-            then gets a role of ``heads.roles``, by its statistics against theirs. Five patterns take 99 such heads.
-        compare: another report, or several, to show beside this one, under their titles. Of models with as many heads
-            in each layer and the same tokens, each head is shown beside its match: within a layer, by assignment on
-            their statistics and patterns.
-        title: of the page, and of this model where it is compared.
-        options: of all layers' weights, as in ``jattn.fold_weights``: ``is_causal``, ``mask``, ``score_mod``, ...
+        path: the file to write; None writes no file.
+        key_tokens: the tokens of the keys, if they are another text (cross-attention).
+        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings, into text. A token that is a
+            part of a character is labelled with the character and the numbers of its bytes, "猫₁₂".
+        columns: additional numbers of each head for the table, ``{name: [L,N]}``.
+        roles: the result of ``heads.roles``, with labels ``[L,N]``.
+        null: reports of heads that cannot have a role: of models with random parameters, on the same tokens.
+            ``heads.roles`` then labels each head, comparing its statistics with theirs. Five patterns need 99 heads.
+        compare: another report, or several, to show next to this one, under their titles. If the models have the same
+            number of heads in each layer and the same tokens, each head is shown next to its match: within a layer, by
+            assignment on their statistics and patterns.
+        title: the title of the page, and the name of this model in comparisons.
+        options: keywords of ``jattn.attention_weights`` that the weights of all layers have, such as ``is_causal``,
+            ``mask`` and ``score_mod``.
 
     Returns:
-        A :class:`~jattn.reports.Report`; it shows itself in a notebook, ``html`` is its text, ``save(path)`` writes it.
+        A :class:`~jattn.reports.Report`. Notebooks display it; ``html`` is its text, and ``save(path)`` writes it.
 
     Raises:
-        ValueError: heads, tokens or columns of another form or shape; weights that sum to more than 1 by the given lse;
-            two layers of one name.
-        TypeError: an unknown option.
+        ValueError: heads, tokens or columns have another form or shape; with the given lse, weights sum to more than 1;
+            two layers have the same name.
+        TypeError: an option is unknown.
         OSError: ``path`` is in a folder that does not exist, or cannot be written.
 
     Example:
@@ -162,15 +163,15 @@ def report(
     labels = [""] * len(names) if roles is None else _flat("roles", roles.label, counts).tolist()
     if nulls := _reports("null", null):
         if roles is not None:
-            raise ValueError("roles and null are both given; roles are what null would give")
+            raise ValueError("pass either roles or null, not both: null computes the roles")
         labels = label(numbers, [one.looked.numbers for one in nulls])
     for name, values in (columns or {}).items():
         if name in numbers:
-            raise ValueError(f"columns has {name!r}, which is a statistic of the page; give it another name")
+            raise ValueError(f"columns has {name!r}, which is already a statistic of the page; rename the column")
         numbers[str(name)] = _flat(f"columns[{name!r}]", values, counts).astype(np.float64)
     drawn = len(next(array for array in (looked.weights, looked.top) if array is not None))
     notes = [f"Only the first {drawn} of {B} sequences are drawn; the numbers cover all {B}."] if drawn < B else []
-    judged = "Roles are judged against heads that cannot have them (jattn.heads.roles)." if nulls else ""
+    judged = "Roles are tested against heads that cannot have them (jattn.heads.roles)." if nulls else ""
     others = _reports("compare", compare)
     note = " ".join([*notes, judged]).strip()
     page = Report(title, names, queries[:drawn], keys[:drawn], cross, looked, numbers, labels, note, others)
@@ -187,7 +188,7 @@ def _check_place(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes beside the file and moves it there: on a full disk, the old file stays as it is."""
+    """Writes next to the file, then replaces it: on a full disk, the old file stays unchanged."""
     if path.exists() and not path.is_file():  # a device, which must not be replaced
         path.write_text(text, encoding="utf-8")
         return
@@ -220,7 +221,7 @@ def _heads(layers: Sequence[Layer]) -> list[Head]:
         heads += [Head(f"{short}H{n}", f"{layer.name} head {n}", number) for n in range(layer.shape[1])]
     names = collections.Counter(name for head in heads for name in (head.code, head.title))
     if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"heads has two heads with the name {twice[0]!r}; give every layer a name of its own")
+        raise ValueError(f"heads has two heads with the name {twice[0]!r}; give every layer a different name")
     return heads
 
 

@@ -1,4 +1,4 @@
-"""What a report shows of a layer, from queries and keys: weights while they are few, else each query's largest."""
+"""Computes what a report shows of a layer: all weights of short sequences, each query's largest of long ones."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
 
 
 class Looked(NamedTuple):
-    """What all heads of some sequences do; NumPy arrays, ``h`` the heads of all layers, B the sequences that are drawn.
+    """What all heads do on some sequences; NumPy arrays, with ``h`` the heads of all layers and B the sequences drawn.
 
     weights: ``[B,h,T,S]``, or None: then the largest weights of each query and their keys, ``top [B,h,T,k]`` and
         ``keys [B,h,T,k]``, and ``coarse [B,h,Q,K]``.
@@ -107,9 +107,9 @@ def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _check_sums(layer: Layer, sums: np.ndarray) -> None:
     """Weights computed under another mask than the call's do not fit its log-sum-exp."""
-    most = float(np.nan_to_num(sums).max(initial=0.0))  # NaN in the input is shown, as it is in the output
+    most = float(np.nan_to_num(sums).max(initial=0.0))  # NaN in the input is shown, like NaN in the output
     if most > 1.05:
         raise ValueError(
-            f"{layer.name}: the weights of a query sum to {most:.3g}, because its lse is of a call with "
-            "other options; pass those of the model: is_causal=True, mask=, score_mod=, scale=, ..."
+            f"{layer.name}: the weights of a query sum to {most:.3g}, because its lse comes from a call with "
+            "other options; pass the model's options: is_causal=True, mask=, score_mod=, scale=, ..."
         )

@@ -1,4 +1,4 @@
-"""The page of a report: one offline HTML file that fetches nothing."""
+"""Assembles the page of a report: one offline HTML file that fetches nothing."""
 
 import dataclasses
 import html
@@ -29,7 +29,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """The heads' numbers ``[columns,h]``, NaN where there is none, and their roles, "" for none."""
+    """The heads' numbers ``[columns,h]``, NaN for missing ones, and their roles, "" for none."""
 
     values: np.ndarray
     roles: Sequence[str]
@@ -68,7 +68,7 @@ class Page:
     script: str = ""
 
     def html(self, most: int = PAGE_LETTERS) -> str:
-        """The file. The weights have the room that the rest leaves of ``most`` letters."""
+        """The file. The weights get what the rest leaves of ``most`` letters."""
         slots = {
             "title": html.escape(self.title),
             "style": _read("style.css") + self.style,

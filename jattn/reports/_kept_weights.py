@@ -1,4 +1,4 @@
-"""What a page keeps of the heads' weights: of which sequences, how many of each query, in how many bits.
+"""Decides which weights a page keeps: of which sequences, how many of each query, in how many bits.
 
 ``kept`` decides by the sizes alone what is computed; if that is too much for the file, ``STAGES`` say what goes first.
 At 4,096 tokens and 8 heads, it is each query's 32 largest weights and a coarse picture of 64 blocks a side.

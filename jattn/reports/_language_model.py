@@ -1,4 +1,4 @@
-"""What a survey needs of a language model, and the model layer by layer, so that it can go on from any layer."""
+"""Defines what a survey needs of a language model, and runs the model layer by layer, starting from any layer."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,20 @@ Metric = Callable[[Array, Array], Array]  # of one sequence: logits [T,V], token
 
 
 class LanguageModel(Protocol):
-    """An ``nnx.Module`` that ``survey`` can look into: three names, and three more for attribution and paths.
+    """What ``survey`` needs of an ``nnx.Module``: three names, and three more for attribution and paths.
 
-    It is run as ``unembed(layers[-1](... layers[0](embed(tokens))))``, layer by layer, without dropout: call
+    ``survey`` computes ``unembed(layers[-1](... layers[0](embed(tokens))))``, layer by layer, without dropout: call
     ``model.eval()`` first. Layers of one structure share their compiled programs.
 
     - ``layers``: modules ``(x [B,T,M], **options) -> [B,T,M]``. Each has one ``jattn.nnx.MultiHeadAttention``, with the
       same number of heads in all layers, and passes ``options`` on to its call: ``sow_heads``, ``sow_statistics``,
       ``head_gate``, ``head_fill`` and ``patch``.
-    - ``embed(tokens [B,T]) -> [B,T,M]`` and ``unembed(x [B,T,M]) -> logits [B,T,V]``, the last norm included.
+    - ``embed(tokens [B,T]) -> [B,T,M]`` and ``unembed(x [B,T,M]) -> logits [B,T,V]``, including the last norm.
 
     A model may also have:
 
-    - ``out_kernels() -> [L,N,D,M]``, for paths and attribution: what each layer's heads are multiplied with before
-      they are added to the residual stream, as it is.
+    - ``out_kernels() -> [L,N,D,M]``, for paths and attribution: the kernels that multiply each layer's heads before
+      they are added to the residual stream. No norm may follow the kernels.
     - ``last_norm``, ``nnx.RMSNorm``, ``nnx.LayerNorm`` or None, and ``output_embedding() -> [V,M]``, for attribution:
       ``unembed(x)`` is ``last_norm(x) @ output_embedding().T``.
 
@@ -55,11 +55,11 @@ class LanguageModel(Protocol):
         ...
 
     def embed(self, tokens: Array) -> Array:
-        """The input of the first layer, ``[B,T,M]``."""
+        """The input of the first layer, ``[B,T,M]``, for ``tokens [B,T]``."""
         ...
 
     def unembed(self, x: Array) -> Array:
-        """The logits ``[B,T,V]`` of the last layer's output."""
+        """The logits ``[B,T,V]`` of the last layer's output ``x [B,T,M]``."""
         ...
 
 
@@ -97,7 +97,7 @@ class Whole:
 def parts_of(model: nnx.Module) -> tuple[Whole, list[Layer]]:
     """The model and its layers; raises ``TypeError`` if it is not a ``LanguageModel``."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}; wrap it in one that holds it")
+        raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}; wrap it in an nnx.Module")
     if missing := [name for name in ("embed", "layers", "unembed") if not hasattr(model, name)]:
         raise TypeError(
             f"model must have embed, layers and unembed (jattn.reports.LanguageModel), got {type(model).__name__} "
@@ -147,7 +147,7 @@ def look(layer: Layer, x: Array, tokens: Array, names: tuple[str, ...], patch: A
         of_heads, of_statistics = heads.collect(sown), heads.collect(sown, "attention_statistics")
     except ValueError:
         raise ValueError(
-            "a layer of the model has sown no heads; pass its options on to the call of a jattn.nnx.MultiHeadAttention"
+            "a layer of the model has sown no heads; it must pass **options on to its jattn.nnx.MultiHeadAttention"
         ) from None
     if len(of_heads) != 1:
         raise ValueError(f"each layer of the model must have one attention, got one with {len(of_heads)}")
@@ -162,7 +162,7 @@ def _mean_over_queries(statistics: Mapping[str, Any], name: str) -> Array:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Array, ""]:
-    """The mean of the metric over sequences, one after another: logits of all would be larger than the model."""
+    """The mean of the metric over sequences, one by one: the logits of all would be larger than the model."""
     model = whole.model
 
     @jax.checkpoint
@@ -179,16 +179,16 @@ def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Arr
 
 
 def next_token_loss(logits: Float[Array, "T V"], tokens: Array) -> Float[Array, ""]:
-    """The mean cross-entropy of the next tokens, in nats: the metric of a survey by default.
+    """The mean cross-entropy of the next tokens, in nats; the default metric of ``survey``.
 
-    ``mean over t of -log softmax(logits[t])[tokens[t + 1]]``, in float32.
+    ``mean over t of -log softmax(logits[t])[tokens[t + 1]]``, a scalar in float32.
 
     Args:
         logits: ``[T,V]``, of one sequence.
         tokens: integers ``[T]``.
 
     Example:
-        >>> guess = jnp.zeros((3, 8))  # a model that knows nothing of 8 tokens: log 8
+        >>> guess = jnp.zeros((3, 8))  # uniform predictions over 8 tokens: log 8
         >>> round(float(jattn.reports.next_token_loss(guess, jnp.array([2, 0, 1]))), 3)
         2.079
     """

@@ -1,4 +1,4 @@
-"""Which head of another model does what a head of this one does."""
+"""Matches the heads of two models that do the same."""
 
 from typing import Any
 

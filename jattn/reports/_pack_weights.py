@@ -1,4 +1,4 @@
-"""The weights of a report as compressed bytes of the page, as many as there is room for.
+"""Packs the weights of a report as compressed bytes of the page, as many as fit.
 
 ``data.js`` reads them. All weights: ``[h,T,S]``, of one or two bytes. The largest of each query: their keys
 ``[k,h,T]``, of two bytes, or four if a key is beyond 65535; their weights ``[k,h,T]``, of two bytes; and the coarse
@@ -72,11 +72,11 @@ def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> 
         parts = [keys.astype("<u4" if wide else "<u2"), weights, _coded(frame.coarse, 1.0, COARSE_BITS)]
         entry |= {"k": len(weights), "wide": wide, "side": list(frame.coarse.shape[1:]), "span": list(frame.span)}
         notes.append(
-            f"From afar, blocks of tokens are drawn; up close, the {len(weights)} largest weights of each query, one "
-            "by one. A grey cell is not kept: the read-out says how large it is at most."
+            f"Zoomed out, the picture shows blocks of tokens; zoomed in, the {len(weights)} largest weights of each "
+            "query. Grey cells are not kept: the read-out gives an upper bound."
         )
     if undefined := int(np.isnan(shown).any(-1).sum()):
-        notes.append(f"NaN: the weights of {undefined} queries, all heads together, are drawn as 0.")
+        notes.append(f"NaN: the weights of {undefined} queries (counted over all heads) are drawn as 0.")
     if bits < 16:
         notes.append(f"Weights are rounded to 1/{2**bits - 1} of the largest.")
     if dropped:

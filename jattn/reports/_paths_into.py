@@ -1,4 +1,4 @@
-"""The strongest paths into a head: which earlier heads its queries and its keys depend on."""
+"""Finds the strongest paths into a head: which earlier heads its queries and keys depend on."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ class Paths(NamedTuple):
 
     Attributes:
         into: the layer and the head that reads.
-        pattern: the statistic that its score is.
-        score: with nothing changed.
-        query: ``[layers before, N]``, the change if its queries read the other output; negative is a lower score.
-        key: ``[layers before, N]``, the change if its keys do.
+        pattern: the statistic that gives its score.
+        score: the score of the unchanged head.
+        query: ``[layers before, N]``, the change if its queries read the other output; negative for a lower score.
+        key: ``[layers before, N]``, the change if its keys read the other output.
 
     Example:
-        >>> change = {"query": np.array([[0.01, -0.02]]), "key": np.array([[-0.6, 0.1]])}  # of the two heads of layer 0
+        >>> change = {"query": np.array([[0.01, -0.02]]), "key": np.array([[-0.6, 0.1]])}  # two heads in layer 0
         >>> paths = jattn.reports.Paths((1, 0), "induction", 0.7, **change)
         >>> paths.strongest(2)
         [('key', 0, 0, -0.6), ('key', 0, 1, 0.1)]
@@ -37,7 +37,7 @@ class Paths(NamedTuple):
     key: np.ndarray
 
     def strongest(self, count: int = 5) -> list[tuple[str, int, int, float]]:
-        """The paths with the largest changes: ``("query" or "key", layer, head, change)``."""
+        """The ``count`` paths with the largest absolute changes: ``("query" or "key", layer, head, change)``."""
         paths = [
             (by, layer, head, float(change[layer, head]))
             for by, change in (("query", self.query), ("key", self.key))

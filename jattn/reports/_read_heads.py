@@ -1,4 +1,4 @@
-"""The heads of a report, in whichever form they come: queries and keys of each layer."""
+"""Reads the heads of a report in any of their forms: queries and keys of each layer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ FORMS = (
 )
 
 EAGER = (
-    'transformers gives attentions only of a model loaded with attn_implementation="eager" and called with '
+    'transformers returns attentions only if the model is loaded with attn_implementation="eager" and called with '
     "output_attentions=True"
 )
 
@@ -46,8 +46,8 @@ def read_layers(heads: Any, options: Mapping[str, Any]) -> list[Layer]:
     """Every layer of ``heads``, with its own options or else these.
 
     Raises:
-        ValueError: none of ``FORMS``; layers of different B, T or S.
-        TypeError: an unknown option.
+        ValueError: ``heads`` has none of the ``FORMS``; layers differ in B, T or S.
+        TypeError: an option is unknown.
     """
     for name in options.keys() - OPTIONS:
         raise TypeError(f"report takes no {name!r}; options of the weights are {', '.join(sorted(OPTIONS))}")
@@ -72,8 +72,8 @@ def read_layers(heads: Any, options: Mapping[str, Any]) -> list[Layer]:
         sizes = tuple(size for size, axis in zip(layer.shape, "BNTS", strict=True) if axis != "N")
         if sizes != (B, T, S):
             raise ValueError(
-                f"{layer.name} has (B, T, S) = {sizes}, but {layers[0].name} has {(B, T, S)}; a report shows layers "
-                "that see the same sequences: make one for self-attention and another for cross-attention"
+                f"{layer.name} has (B, T, S) = {sizes}, but {layers[0].name} has {(B, T, S)}; all layers of a report "
+                "must see the same sequences: make separate reports for self-attention and cross-attention"
             )
         if 0 in layer.shape:
             raise ValueError(f"{layer.name} is empty: (B, N, T, S) = {layer.shape}")
@@ -89,10 +89,10 @@ def _is_array(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """Arrays of NumPy and JAX as they are, tensors of other libraries as one of these; what is no array as it is."""
+    """Tensors of other libraries as NumPy or JAX arrays; returns these arrays, and what is no array, unchanged."""
     if isinstance(x, jax.Array | np.ndarray):
         return x
-    if hasattr(x, "detach"):  # PyTorch's, of which NumPy reads none with a gradient, on an accelerator or in bfloat16
+    if hasattr(x, "detach"):  # PyTorch's; NumPy reads none with a gradient, on an accelerator or in bfloat16
         x = x.detach().cpu()
         x = x.float() if x.is_floating_point() else x
     if hasattr(x, "__array__"):
@@ -112,8 +112,8 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
     if isinstance(entry, Mapping):
         if "query" not in entry or "key" not in entry:
             raise ValueError(
-                f"{name} has {', '.join(map(str, entry)) or 'nothing'}, expected 'query' and 'key'; a model sows them "
-                "if it is called with sow_heads=True"
+                f"{name} has {', '.join(map(str, entry)) or 'nothing'}, expected 'query' and 'key'; call the model "
+                "with sow_heads=True to sow them"
             )
         for unknown in entry.keys() - OPTIONS - SOWN:
             raise TypeError(f"{name} takes no {unknown!r}; options of the weights are {', '.join(sorted(OPTIONS))}")
@@ -129,15 +129,15 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
             + (f"; {EAGER}" if entry is None else "")
         )
     if any(isinstance(x, Mapping) for x in (query, key, lse)):
-        raise ValueError(f"{name} has parameters, not arrays; pass what the model sows if called with sow_heads=True")
+        raise ValueError(f"{name} has parameters, not arrays; pass what the model sows with sow_heads=True")
     if any(isinstance(x, Tracer) for x in (query, key, lse)):
-        raise TypeError(f"{name} is traced: call report outside of jax.jit, on what the compiled function returns")
+        raise TypeError(f"{name} is traced: call report outside jax.jit, on the results of the compiled function")
     query, key = jnp.asarray(as_array(query)), jnp.asarray(as_array(key))
     lse = None if lse is None else jnp.asarray(as_array(lse))
     if query.ndim not in (3, 4) or key.ndim != query.ndim:
         raise ValueError(
-            f"{name} must have query [B,T,N,H] and key [B,S,K,H], or neither with B; got {list(query.shape)} and "
-            f"{list(key.shape)}"
+            f"{name} must have query [B,T,N,H] and key [B,S,K,H], both with B or both without; got shapes "
+            f"{list(query.shape)} and {list(key.shape)}"
         )
     if query.ndim == 3:
         query, key, lse = query[None], key[None], None if lse is None else lse[None]
@@ -145,7 +145,7 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
 
 
 def _of_weights(name: str, weights: Any) -> Layer:
-    """Weights as those of a layer whose scores are their logarithms: all that reads queries and keys reads them."""
+    """Weights as a layer with their logarithms as scores, for functions that read queries and keys."""
     weights = jnp.asarray(weights, jnp.float32)
     weights = weights[None] if weights.ndim == 3 else weights
     if weights.ndim != 4:
@@ -154,8 +154,8 @@ def _of_weights(name: str, weights: Any) -> Layer:
     most = float(weights.sum(-1).max()) if weights.size else 0.0
     if not (bool((weights >= 0).all()) and most < 1.05):
         raise ValueError(
-            f"{name}: weights must be at least 0, and those of a query sum to 1 at most; these sum to {most:.3g}. For "
-            "queries and keys pass {name: (query, key, lse)}"
+            f"{name}: weights must be at least 0, and those of a query must sum to at most 1; these sum to {most:.3g}. "
+            "For queries and keys pass {name: (query, key, lse)}"
         )
     seen = weights > 0
     lse = jnp.where(seen.any(-1), 0.0, -jnp.inf).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""The tokens of a report's sequences: labels for people, and numbers by which equal tokens are found."""
+"""Reads the tokens of a report's sequences: labels for readers, and ids to find equal tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +31,8 @@ def read_tokens(
             return token_labels(name, texts, tokenizer), _ids_of_strings(name, texts, B, length)
         if len({len(text) for text in texts}) > 1:
             raise ValueError(
-                f"{name} must be strings, or ids of one length; got {[len(text) for text in texts]}. Pad the ids, as "
-                "the model had them"
+                f"{name} must be strings, or ids of one length; got lengths {[len(text) for text in texts]}. Pad the "
+                "ids as in the call of the model"
             )
     ids = np.asarray(tokens)
     ids = ids[None] if ids.ndim == 1 else ids

@@ -1,4 +1,4 @@
-"""Roles of a report's heads: their statistics against those of heads that cannot have a role."""
+"""Labels a report's heads with roles: compares their statistics with those of heads that cannot have a role."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ def label(numbers: Mapping[str, np.ndarray], nulls: Sequence[Mapping[str, np.nda
     patterns = [name for name in PATTERNS if all(name in one and np.isfinite(one[name]).all() for one in every)]
     if not patterns:
         raise ValueError(
-            "null gives roles to heads of self-attention, and to their reports with the same kind of tokens"
+            "null gives roles only to heads of self-attention, and needs reports with the same kind of tokens"
         )
     scores = {name: numbers[name] for name in patterns}
     return roles(scores, {name: np.concatenate([one[name] for one in nulls]) for name in patterns}).label.tolist()

@@ -1,4 +1,4 @@
-"""The page of a report, and of those beside it: which frames are of one text, which heads match."""
+"""Makes the page of a report and of those compared with it: which frames show one text, which heads match."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from jattn.reports._html_page import Numbers, Page, View
 from jattn.reports._matching import matched
 from jattn.reports._pack_weights import Frame
 
-# Of the labels that token_labels gives.
-IN_PARTS = "A token that is a part of a character has the numbers of its bytes: é₁ is the first byte of é."
+# About the labels that token_labels gives.
+IN_PARTS = "A token that is a part of a character shows the numbers of its bytes: é₁ is the first byte of é."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``survey``: a model's heads on its clean input, each in turn without it, and what they add to the logits."""
+"""Surveys a model's heads: what they do on a clean input, what it loses without each, what they add to the logits."""
 
 import dataclasses
 import functools
@@ -26,20 +26,20 @@ from jattn.reports._survey_attribution import attribution, out_kernels
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """The result of :func:`~jattn.survey`: NumPy arrays ``[L,N]``, unless it says otherwise.
+    """The result of :func:`~jattn.survey`: NumPy arrays ``[L,N]``, unless stated otherwise.
 
     Attributes:
         tokens: ``[B,T]``.
-        metric: of the model as it is.
-        effect: the metric with the head switched off, minus that.
-        exact: bool, whether the effect comes from a run without the head; otherwise it is an estimate.
-        estimate: of all effects; None if all are exact.
-        statistics: ``{name: [L,N]}``, of ``heads.statistics``, the mean over the queries of all sequences.
-        roles: of ``heads.roles``, or None.
-        attribution: to the logit, or None.
-        paths: into the chosen head, or None.
-        layers: of each layer, query, key, lse, and options of its weights that are known.
-        notes: how the numbers came about, and what is left out.
+        metric: the metric of the unchanged model, a number.
+        effect: the metric with the head switched off, minus ``metric``.
+        exact: bool, whether the effect is measured by a run without the head; otherwise it is an estimate.
+        estimate: the estimates of all effects; None if all are measured.
+        statistics: ``{name: [L,N]}``, from ``heads.statistics``, the mean over the queries of all sequences.
+        roles: from ``heads.roles``, or None.
+        attribution: what each head adds directly to the logit, or None.
+        paths: the ``Paths`` into the chosen head, or None.
+        layers: for each layer, a dict of query, key, lse, and the known options of its weights.
+        notes: how the numbers were computed, and what is missing.
 
     Example:
         >>> from flax import nnx
@@ -64,7 +64,7 @@ class Survey:
     notes: tuple[str, ...]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """All that is known of each head: arrays with an entry for each head."""
+        """Everything that is known about each head: ``{name: array}``, with one entry for each head."""
         L, N = self.effect.shape
         columns = {"layer": np.repeat(np.arange(L), N), "head": np.tile(np.arange(N), L)}
         columns |= {"effect": self.effect.ravel(), "exact": self.exact.ravel()}
@@ -75,7 +75,7 @@ class Survey:
         return columns | {name: values.ravel() for name, values in self.statistics.items()}
 
     def table(self, rows: int = 20) -> str:
-        """The heads with the largest effects as text, one a line; then paths and notes. ``~`` marks an estimate."""
+        """The ``rows`` heads with the largest effects as text, then paths and notes. ``~`` marks an estimate."""
         columns = {name: values for name, values in self.columns().items() if name not in PATTERNS}
         effects, exact = columns["effect"], columns.pop("exact")
         marks = np.where(exact, "", "~")
@@ -99,17 +99,17 @@ class Survey:
         try:
             import pandas  # type: ignore
         except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or see columns()") from None
+            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or use columns()") from None
         return pandas.DataFrame(self.columns())
 
     def report(self, path: str | Path | None = None, *, tokenizer: Any = None, **options: Any) -> Report:
         """``jattn.report`` of these heads, with their effects, attribution and roles.
 
         Args:
-            path: the file to write, if any.
-            tokenizer: of the model; it gives the tokens their text.
-            options: of ``jattn.report``. A survey does not know the mask of a model that is not of ``jattn.interop``:
-                pass ``is_causal=True``, or ``mask=``, as the model's attention has it.
+            path: the file to write; None writes no file.
+            tokenizer: of the model; it turns ids into text.
+            options: keywords of ``jattn.report``. A survey knows the masks of ``jattn.interop`` only. For other models
+                pass the ``is_causal=True`` or ``mask=`` of the model's attention.
         """
         columns = {"effect": self.effect}
         if self.attribution is not None:
@@ -130,37 +130,42 @@ def survey(
     into: tuple[int, int] | None = None,
     progress: bool = True,
 ) -> Survey:
-    """Runs a language model on clean tokens, and says of every head where it looks and what it is needed for.
+    """Surveys the heads of a language model on clean tokens: where each head looks, and what it is needed for.
 
-    - Statistics: ``heads.statistics`` by these tokens, the mean over the queries of all sequences.
+    - Statistics: ``heads.statistics`` of these tokens, the mean over the queries of all sequences.
     - Roles: ``heads.roles``, with the heads of models with random parameters as the null. The baseline is the model on
-      shuffled tokens; for ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
+      shuffled tokens. For ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
       a shuffled sequence still repeats tokens, and an induction head follows them.
     - Effects: the metric with a head off (``heads.ablate``), minus the metric. All are estimated
-      (``heads.attribution_patch``). Those are measured whose estimates of single positions are the largest in sum.
+      (``heads.attribution_patch``). The heads with the largest sums of absolute estimates over positions are measured.
     - Attribution: ``heads.logit_attribution``, the mean over tokens.
     - Paths: ``heads.path_patch``, from each earlier head into the queries and the keys of the head ``into``.
 
     Args:
         model: a ``jattn.interop.Transformer``, or any ``jattn.reports.LanguageModel``.
         tokens: integers ``[B,T]``: sequences of one length, without padding.
-        metric: a function of one sequence's logits ``[T,V]`` and tokens ``[T]`` to a floating scalar. Its mean over
-            sequences counts. By default ``jattn.reports.next_token_loss``, in nats. Estimates take its gradient.
-        kind: the output of a head that is off, as in ``heads.ablate``: ``"mean"``, ``"zero"`` or ``"resample"``.
-        exact: the number of heads whose effect is measured, each by a run from its layer on; None for all, which a
-            metric without a gradient needs, such as the accuracy.
-        twins: a function of a seed to the model with random parameters. A ``Transformer`` needs none.
-        directions: of the attribution, ``[M]`` or what broadcasts to ``[B,T,M]``; by default the next token's row of
-            the output embedding.
-        into: a layer and a head. Its paths take other outputs from the previous sequence of the batch.
+        metric: ``(logits [T,V], tokens [T]) -> floating scalar`` of one sequence; its mean over sequences is used. By
+            default ``jattn.reports.next_token_loss``, in nats. Estimates need its gradient.
+        kind: the output of a head that is off: ``"mean"``, ``"zero"``, or ``"resample"``, its output on the previous
+            sequence.
+        exact: the number of heads to measure, each by a run from its layer up; None measures all, which metrics
+            without a gradient need, such as the accuracy.
+        twins: a function from a seed to the model with random parameters. A ``Transformer`` needs none.
+        directions: ``[M]`` or an array that broadcasts to ``[B,T,M]``, to which heads are attributed; by default the
+            next token's row of the output embedding.
+        into: ``(layer, head)``: measure the paths into this head. They take other outputs from the previous sequence
+            of the batch.
         progress: show on a terminal's stderr what is running.
+
+    Returns:
+        A ``Survey``; ``table()`` shows it as text, ``report()`` as a page.
 
     Raises:
         TypeError: the model is not an ``nnx.Module``, or lacks ``embed``, ``layers`` or ``unembed``.
-        ValueError: tokens that are not integers ``[B,T]`` with T at least 2; an unknown kind; a metric that is not a
-            scalar, not finite on the clean run, or without a gradient where estimates need one; a layer that sows no
-            heads; no metric for a model that is not causal; paths into a head that does not exist or has none, or of a
-            single sequence.
+        ValueError: ``tokens`` are not integers ``[B,T]`` with T at least 2; ``kind`` is unknown; the metric is not a
+            scalar, not finite on the clean run, or has no gradient for the estimates; a layer sows no heads; a model
+            that is not causal has no metric; ``into`` does not exist, has no earlier heads, or there is only one
+            sequence.
 
     Example:
         >>> from flax import nnx
@@ -194,7 +199,7 @@ def survey(
         if not size.any():
             raise ValueError(
                 "metric has a gradient of 0 at the output of every head, so it gives no estimates: pass a "
-                "differentiable metric, not one that counts, such as the accuracy, or exact=None to measure every head"
+                "differentiable metric (the accuracy, for example, is not), or exact=None to measure every head"
             )
         chosen = _largest(size, exact)
     roles, of_roles = roles_of(model, clean, tokens, twins, tracked)
@@ -237,7 +242,7 @@ def _checked(model: nnx.Module, tokens: ArrayLike, kind: str, exact: int | None)
 
 
 def _metric(model: nnx.Module, metric: Metric | None) -> Metric:
-    """The metric; raises ``ValueError`` if there is none and the model does not predict the next token."""
+    """The metric; raises ``ValueError`` if it is None and the model does not predict the next token."""
     if metric is None and isinstance(model, Transformer) and not model.config.causal:
         raise ValueError(f"a {model.config.family} is not causal and predicts no next token: pass metric=")
     return next_token_loss if metric is None else metric
@@ -254,7 +259,7 @@ def _check_path(into: tuple[int, int], clean: Clean, tokens: Array, kernels: Arr
         raise ValueError("into needs at least 2 sequences: paths take other outputs from another sequence")
     if kernels is None:
         raise ValueError(
-            "into needs the model's out_kernels, and heads whose output is added to the stream as it is, without a norm"
+            "into needs the model's out_kernels, and no norm between the heads' output and the residual stream"
         )
 
 
@@ -272,7 +277,7 @@ def _pattern(clean: Clean, roles: heads.Roles | None, head: tuple[int, int]) -> 
 
 
 def _note(kind: str, value: float, effect: np.ndarray, estimate: np.ndarray | None) -> str:
-    """How the effects came about; with estimates, how these fit what was measured."""
+    """How the effects were computed; with estimates, how well these fit what was measured."""
     note = f"effect: the metric with the head off ({kind}) minus {value:.4f}"
     if estimate is None:
         return note
@@ -297,7 +302,7 @@ def _cell(value: Any) -> str:
 
 
 def _for_report(model: nnx.Module, layers: Sequence[Layer], clean: Clean) -> list[dict[str, Any]]:
-    """Of each layer, what ``jattn.report`` draws from."""
+    """What ``jattn.report`` needs of each layer."""
     options: dict[str, Any] = {}
     if isinstance(model, Transformer):
         options = {"scale": model.config.scale, "score_mod": model.layers.attention.score_mod}

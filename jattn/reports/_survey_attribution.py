@@ -1,4 +1,4 @@
-"""What each head adds to a logit directly, and the kernels by which heads write to the residual stream."""
+"""Computes what each head adds directly to a logit, and the kernels by which heads write to the residual stream."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from jattn.interop import Transformer, logit_parts
 
 
 def out_kernels(model: Any) -> Array | None:
-    """``[L,N,D,M]``, if what heads write is added to the stream as it is, and the model says how."""
+    """``[L,N,D,M]``, if the model gives its kernels and no norm follows them."""
     if isinstance(model, Transformer):
         as_it_is = model.config.norm_first and not model.config.norm_outputs
         return model.layers.attention.out.kernel[...] if as_it_is else None
@@ -23,9 +23,9 @@ def out_kernels(model: Any) -> Array | None:
 def attribution(
     model: Any, z: Sequence[Array], stream: Array, tokens: Array, directions: Array | None
 ) -> tuple[np.ndarray | None, str]:
-    """``[L,N]``, the mean over tokens, and what it is; None and the reason, if the model does not allow it.
+    """``[L,N]``, the mean over tokens, and a description; None and the reason if the model does not allow it.
 
-    ``directions`` as in ``heads.logit_attribution``; None: those of each correct next token.
+    ``directions``: ``[M]`` or an array that broadcasts to ``[B,T,M]``; None for each correct next token's.
     """
     last, target = tokens.shape[1], "the given directions"
     if directions is None:

@@ -50,7 +50,7 @@ function showHead() {
     if (!of) continue;
     caption.children[0].textContent = of.heads ? `${title} ↔ ${of.code(state.head)}` : title;
     caption.children[2].textContent = pictures.length > 1 && state.beside ? of.title : role;
-    canvas.setAttribute("aria-label", `${title}${role ? ", " + role : ""}: attention weights, queries down, keys across`);
+    canvas.setAttribute("aria-label", `${title}${role ? ", " + role : ""}: attention weights, queries in rows, keys in columns`);
   }
   [...$("grid").children].forEach((button, head) => {
     button.setAttribute("aria-pressed", head === state.head);
@@ -181,8 +181,9 @@ function change(by) {
 }
 
 function addSmall(head) {
-  const button = html("button", { type: "button", class: "small", "aria-label": heads[head].title, title: heads[head].title },
-    html("canvas", { "aria-hidden": "true" }), html("span", {}, heads[head].code));
+  const { title, code } = heads[head], label = title.includes(code) ? title : `${code}: ${title}`; // a voice command says what it sees
+  const button = html("button", { type: "button", class: "small", "aria-label": label, title },
+    html("canvas", { "aria-hidden": "true" }), html("span", {}, code));
   button.addEventListener("click", () => chooseHead(head));
   button.addEventListener("keydown", (event) => {
     const [right, down] = directions[event.key] || [];

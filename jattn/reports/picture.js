@@ -152,7 +152,7 @@ function asSvg(canvas) {
     parts.push(word(shorten(pen, frame.view.keys[k0 + i], place.label), { "text-anchor": "end", "font-size": size(cell), transform: `translate(${edge + (i + 0.5) * cell + 3} ${top + down + 5}) rotate(-90)` }));
   const area = { x: edge, y: top, width: across, height: down };
   const ground = svg("rect", { ...area, fill: partly ? ink.raised : css(0) }), border = svg("rect", { ...area, fill: "none", stroke: ink.soft });
-  const title = word(`${heads[head].title}: queries down, keys across`, { x: edge, y: top + down + edge + 8, "font-size": 12 });
+  const title = word(`${heads[head].title}: queries in rows, keys in columns`, { x: edge, y: top + down + edge + 8, "font-size": 12 });
   const box = `0 0 ${edge + across + 4} ${top + down + edge + 14}`;
   return new XMLSerializer().serializeToString(svg("svg", { viewBox: box, xmlns: "http://www.w3.org/2000/svg" }, svg("rect", { width: "100%", height: "100%", fill: ink.page }), ground, ...parts, border, title));
 }

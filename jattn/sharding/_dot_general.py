@@ -1,4 +1,4 @@
-"""Products of projections whose heads are sharded over the devices of a mesh."""
+"""Multiplies projections with heads that are sharded over the devices of a mesh."""
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec

@@ -1,4 +1,4 @@
-"""Attention with sharded heads, each device on its own."""
+"""Runs attention with sharded heads, each device on its own."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ OnPart = Callable[..., PyTree]  # ``fn(call, *arrays)``, of a device's part of t
 
 
 class OverMesh:
-    """An implementation that runs on each device's part of a call: ``kinds`` says which field has which axes."""
+    """An implementation that runs on each device's part of a call; ``kinds`` says which field has which axes."""
 
     kinds: ClassVar[Mapping[str, str]]
     mesh: jax.sharding.Mesh
@@ -90,7 +90,7 @@ def in_units(size: float | int) -> str:
 
 
 class OnOwnPart(OverMesh):
-    """An implementation by which each device computes its part of the call alone, as the named one or unasked."""
+    """An implementation in which each device computes its part of the call alone, by the named one or the default."""
 
     implementation: str | None
 
@@ -118,7 +118,14 @@ class OnOwnPart(OverMesh):
 class HeadParallel(OnOwnPart):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: heads over ``axis_name`` of ``mesh``.
 
-    Each device computes its own heads, without communication. Arguments as in ``head_parallel_attention``.
+    Each device computes its own heads, without communication.
+
+    Args:
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if they
+            divide evenly. If instead K divides the number of devices, each device gets all K heads and uses one.
+        batch_axis: the mesh axis (or axes) over which B is sharded.
+        implementation: the name of what each device runs; None picks one.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``.
@@ -141,18 +148,18 @@ class HeadParallel(OnOwnPart):
     implementation: str | None = None
 
     def run(self, call: Call) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``; each device computes its own heads."""
+        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``; each device computes its own heads."""
         return self.map_parts(lambda part: choose(part, self.implementation).run(part), call, ("btnd", "btn"))
 
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
-        """As in ``jattn.kernels.OverDevices``."""
+        """The lines of ``jattn.explain`` about ``call``: what is divided, what a device sends, and what it runs."""
         mesh_axes, moved = self.mesh_axes(call), "moves nothing"
         if call.key.shape[2] % mesh_axes.parts("heads"):
             moved = "forward moves nothing, backward sums the gradients of a key head over the devices that use it"
         return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(call, explain)]
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """As in ``jattn.kernels.ReducesWeights``, for the part of one device."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, the part of one device."""
         return Dispatch().fold(call, reduction)
 
     def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
@@ -179,17 +186,24 @@ def head_parallel_attention(
     For arrays on a mesh of ``AxisType.Explicit``, plain ``dot_product_attention`` does the same.
 
     Args:
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of all heads.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``,
+            which sees global indices.
         mesh: the devices; its other axes repeat the work.
-        axis_name: the mesh axis (or axes) over which the N query heads are sharded. Key/value heads are sharded, too,
-            if they divide evenly. If instead their number divides the number of devices, each device gets all of them
-            and uses one.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if they
+            divide evenly. If instead K divides the number of devices, each device gets all K heads and uses one.
         batch_axis: the mesh axis (or axes) over which B is sharded.
-        implementation: what each device runs.
-        others: as in ``jattn.dot_product_attention``; masks and score functions see global indices.
+        implementation: the name of what each device runs; None picks one.
+        return_residual: also return the log-sum-exp ``[B,T,N]``.
+        options: the other keywords of ``jattn.dot_product_attention``.
+
+    Returns:
+        ``out [B,T,N,D]``, with heads sharded; with ``return_residual``, ``(out, lse)``.
 
     Raises:
-        ValueError: the mesh has no such axis, or B, N or K cannot be divided over it; also as
-            ``dot_product_attention``.
+        ValueError, TypeError: the mesh has no such axis, B, N or K cannot be divided over it, or an argument has the
+            wrong shape or dtype.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))

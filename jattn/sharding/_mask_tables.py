@@ -1,8 +1,8 @@
-"""Tables inside the masks of a ring, divided like the sequence: each device holds the part that its chunks need.
+"""Divides tables inside the masks of a ring like the sequence: each device holds the part that its chunks need.
 
-A ``Dense`` table becomes a mask array, of which a device holds its own rows. The ids of ``Segments`` are split into
-those of the device's queries and those of its keys, which rotate with them. Both only if positions are the tokens' own,
-and the masks are joined to the others by ``&``; other tables are on every device.
+A ``Dense`` table becomes a mask array, and each device holds its own rows. The ids of ``Segments`` are split into those
+of the device's queries and those of its keys, which rotate with them. Both require that positions are the tokens' own,
+and that the masks are joined to the others by ``&``; other tables are on every device.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jattn.masks import Dense, MaskFunction, Segments
 
 @pytree_dataclass
 class SegmentsAtHand(Segments):
-    """``Segments`` of a part of the queries and a part of the keys, whose first entries are at these indices."""
+    """``Segments`` of a part of the queries and a part of the keys, which begin at these indices."""
 
     first_batch: Index = 0
     first_query: Index = 0
@@ -45,7 +45,7 @@ Turn = Callable[[AnyArray, int], AnyArray]  # ``turn(x, axis)``: ``x`` in the or
 
 
 def divide(call: Call, turn: Turn) -> tuple[Call, list[tuple[Array, str]]]:
-    """The call without the masks whose tables can be divided, and these tables with the letters of their axes.
+    """The call without the masks that have divisible tables, and these tables with the letters of their axes.
 
     It is also without the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
     """

@@ -1,9 +1,9 @@
-"""What a hop of a ring computes: the kernel for a chunk of queries and a chunk of keys, and the call it gets.
+"""Chooses what a hop of a ring computes: the kernel for a chunk of queries and a chunk of keys, and its call.
 
-Which chunks meet depends on the device, so in general their positions are data, and what a query sees is found where
-the program runs. Kernels that know masks only while tracing take no positions. They run, too, if what a chunk sees of
-another follows from how far apart they are, as under a causal mask: nothing, everything, or what a mask of the
-distance shows. The device then picks one of a few calls, each with a static mask.
+Which chunks meet depends on the device, so in general their positions are data, and the running program decides what a
+query sees. Kernels that know masks only while tracing take no positions. They can run if what a chunk sees of another
+follows from their distance, as under a causal mask: nothing, everything, or what a mask of the distance shows. The
+device then picks one of a few calls, each with a static mask.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ SHORT = 4096
 
 @pytree_dataclass
 class Ahead(Mask):
-    """``mask`` for queries whose positions are ``by`` more than their slots."""
+    """``mask`` for queries at positions that are ``by`` more than their slots."""
 
     mask: MaskFunction
     by: int = static_field()
@@ -51,7 +51,7 @@ class Ahead(Mask):
 
 
 def seen_by_distance(call: Call, chunks: int) -> tuple[int, ...] | None:
-    """What the queries of a chunk see of the keys of another, for each difference of their numbers from -chunks + 1 on.
+    """What the queries of a chunk see of the keys of another, for each difference of their numbers >= -chunks + 1.
 
     ``NOTHING``, ``EVERYTHING`` or ``SOMETHING``. None if the scores depend on more than that difference, or if it is
     not known while tracing.
@@ -90,7 +90,7 @@ def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitP
     """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th chunk of queries and the j-th of the keys at hand.
 
     ``call``: the device's queries, and the keys at hand. ``call_of(call)`` is the call for the two chunks, which
-    ``kernel`` runs. Pairs of chunks of which nothing is seen may be left out.
+    ``kernel`` runs. Pairs of chunks without visible pairs may be left out.
     """
     device = jax.lax.axis_index(ring.axis)
     source = (device - hop.step) % ring.devices
@@ -119,7 +119,7 @@ def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitP
 
 
 def kernel_of(ring: RingPlan, platform: str, call: Call) -> Kernel:
-    """What computes a pair of chunks: the kernel that the ring was given, or the platform's own, or blockwise.
+    """The kernel that computes a pair of chunks: the ring's, or the platform's own, or blockwise.
 
     Raises:
         Unsupported: the given kernel does not support the call.
@@ -143,7 +143,7 @@ def _runs_by_distance(ring: RingPlan, platform: str, call: Call) -> bool:
 
 
 def _call(ring: RingPlan, call: Call, masks: Sequence[MaskFunction], i: Index, j: Index) -> Call:
-    """The call for two chunks at hand, whose slots are the positions that ``masks`` see."""
+    """The call for two chunks at hand; ``masks`` see their slots as positions."""
     t, s = call.query.shape[1] // ring.chunks, call.key.shape[1] // ring.chunks
     call = dataclasses.replace(call, masks=tuple(masks)).take(rows=Chunk(i * t, t), columns=Chunk(j * s, s))
     return dataclasses.replace(call, query_positions=None, kv_positions=None)

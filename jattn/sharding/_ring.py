@@ -1,4 +1,4 @@
-"""Attention with the sequence sharded over devices, and the order of its tokens."""
+"""Runs attention with the sequence sharded over a ring of devices, and orders its tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -32,12 +32,21 @@ from jattn.sharding._rotation import LAYOUTS, RingPlan
 class Ring(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
-    Arguments as in ``ring_attention``.
+    Keys and values rotate around the ring of devices (``ring_attention``).
+
+    Args:
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis over which T and S are sharded.
+        batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
+        layout: ``"contiguous"``: tokens in their own order; ``"zigzag"``: in the order of ``to_zigzag``.
+        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; None picks one.
+        gradient_dtype: the dtype in which gradients of keys and values travel; float32 by default (float64 for
+            float64).
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` not a string, ``gradient_dtype`` not floating,
             or ``implementation`` neither a name nor a kernel.
-        ValueError: the mesh has no such axis, or there is no such layout or implementation.
+        ValueError: the mesh has no such axis, or the layout or implementation is unknown.
 
     Example:
         >>> P = jax.device_count()
@@ -79,24 +88,24 @@ class Ring(OverMesh):
         return kernel
 
     def unsupported_reason(self, call: Call) -> str | None:
-        """None: it supports every call; ``run`` raises if a size does not divide evenly."""
+        """None, because it supports every call; ``run`` raises if a size does not divide evenly."""
         return None
 
     def run(self, call: Call) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
+        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``, in the order of the layout; T and S are sharded."""
         call = self._without_default_positions(call)
         plan = self.plan(call)
         return self.per_device(lambda part: ring_attend(plan, part), call, ("btnd", "btn"))
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are divided like it."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, divided like the call."""
         call = self._without_default_positions(call)
         plan = dataclasses.replace(self.plan(call), gradient_dtype=None)
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
         return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), call, reduction)
 
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
-        """As in ``jattn.kernels.OverDevices``."""
+        """The lines of ``jattn.explain`` about ``call``: what is divided, what a device sends, what each hop runs."""
         call = self._without_default_positions(call)
         mesh_axes, plan = self.mesh_axes(call), self.plan(call)
         (B, S, K, H), D, heads = call.key.shape, call.value.shape[3], mesh_axes.parts("heads")
@@ -146,7 +155,7 @@ class Ring(OverMesh):
         return x if order is None else x[(slice(None),) * axis + (order,)]
 
     def plan(self, call: Call) -> RingPlan:
-        """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
+        """The plan of the rotation for ``call``. With static masks, keys travel only as far as a device sees them."""
         mesh_axes, chunks = self.mesh_axes(call), LAYOUTS[self.layout]
         mesh_axes.check(call, chunks)
         P, T, S = mesh_axes.parts("length"), call.query.shape[1], call.key.shape[1]
@@ -186,30 +195,36 @@ def ring_attention(
 ) -> Any:
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis: no device ever holds all of it.
 
-    Keys and values rotate around the ring of devices. Blocks that the mask empties are skipped, and with static masks
-    and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), in the backward pass, too.
-    Keys travel while the device computes, in their own dtype. Computation hides the traffic where a hop's
-    attention takes longer than its keys travel.
+    Keys and values rotate around the ring of P devices. Blocks that the mask empties are skipped, and with static masks
+    and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), also in the backward pass.
+    Keys travel in their own dtype while the device computes. Computation hides the traffic if the attention of a hop
+    takes longer than the transfer of its keys.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
-            multiples of the devices (of twice as many for ``"zigzag"``).
+            multiples of the number of devices (of twice this number for ``"zigzag"``).
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         mesh: the devices; its other axes repeat the work.
         axis_name: the mesh axis over which T and S are sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
             ``to_zigzag``, which balances causal work.
-        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; by default what its platform takes, or
+        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; by default the platform's kernel, or
             ``"blockwise"``.
-        gradient_dtype: in which the gradients of keys and values travel: float32 by default (float64 for float64);
-            ``jnp.bfloat16`` halves their traffic and rounds them once a hop.
-        others: as in ``jattn.dot_product_attention``; all are supported. Arrays by slot (``bias``, ``mask`` arrays,
+        gradient_dtype: the dtype in which gradients of keys and values travel: float32 by default (float64 for
+            float64); ``jnp.bfloat16`` halves their traffic and rounds them once per hop.
+        return_residual: also return the log-sum-exp ``[B,T,N]``.
+        options: all other keywords of ``jattn.dot_product_attention``. Arrays by slot (``bias``, ``mask`` arrays,
             positions) are in the order of the layout. Positions default to those of the tokens, and sequence lengths
             count tokens. Each device holds its own rows of bias and mask arrays.
 
+    Returns:
+        ``out [B,T,N,D]``, with the sequence sharded; with ``return_residual``, ``(out, lse)``.
+
     Raises:
-        ValueError: the mesh has no such axis, or a length or number of heads is not a multiple of its devices; also as
-            ``dot_product_attention``.
+        ValueError, TypeError: the mesh has no such axis, a length or number of heads is not a multiple of its devices,
+            or an argument has the wrong shape or dtype.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
@@ -226,9 +241,14 @@ def ring_attention(
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """``x`` with the sequence along ``axis`` in zigzag order: of 2P chunks, device p has the p-th and the (2P-1-p)-th.
+    """Puts the sequence in zigzag order: of 2P chunks, device p gets the p-th and the (2P-1-p)-th.
 
     Applied to ``jnp.arange(T)`` it gives the tokens' positions in that order.
+
+    Args:
+        x: an array with the whole sequence.
+        devices: P.
+        axis: the sequence axis of x.
 
     Raises:
         ValueError: the length is not a multiple of ``2 * devices``, or x has no such axis.
@@ -241,7 +261,10 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """The inverse of ``to_zigzag``; raises as it does.
+    """The inverse of ``to_zigzag``: puts the sequence along ``axis`` back in the tokens' own order.
+
+    Raises:
+        ValueError: the length is not a multiple of ``2 * devices``, or x has no such axis.
 
     Example:
         >>> there = jattn.sharding.to_zigzag(jnp.arange(8), devices=2, axis=0)
@@ -256,11 +279,15 @@ def ring_blocks(
 ) -> np.ndarray:
     """The number of blocks that each device computes at each step of a ring, integers ``[devices, steps]``.
 
-    ``mask``: static, over the tokens' own positions, and the same for all sequences and heads.
+    Args:
+        mask: a static mask over the tokens' own positions, the same for all sequences and heads.
+        query_length, kv_length: T and S.
+        devices: the number of devices in the ring.
+        layout: ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
         TypeError: ``mask`` is not callable.
-        ValueError: there is no such layout, or a length cannot be divided over the devices in it.
+        ValueError: the layout is unknown, or a length cannot be divided over the devices.
 
     Example:
         >>> print(jattn.sharding.ring_blocks(jattn.masks.Causal(), 16, 16, devices=2))

@@ -1,4 +1,4 @@
-"""Attention of a device's own queries over the keys of all devices of a ring, and its derivatives.
+"""Computes attention of a device's own queries over the keys of all devices of a ring, and its derivatives.
 
 ``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the sums ``acc`` and
 ``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. So their derivatives add up to those of
@@ -83,9 +83,9 @@ def _add_sums(
     platform: str, call: Call, row_max: Array, ring: RingPlan, add: Callable[..., list[Array]],
     like: Sequence, *rows: Array,
 ) -> list[Array]:  # fmt: skip
-    """``totals = add(totals, acc, row_sum, i, *rows)`` of each pair of chunks, from zeros ``like`` ``[B,T,N,...]`` on.
+    """``totals = add(totals, acc, row_sum, i, *rows)`` of each pair of chunks, starting with zeros ``like``.
 
-    i: the number of the chunk of queries, of which ``rows`` are given.
+    like: ``[B,T,N,...]``. i: the number of the chunk of queries that ``rows`` belong to.
     """
 
     def of_group(totals: list[Array], call: Call, h: Index) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Sums over the weights of a ring: those of each device's own queries for the keys of all devices."""
+"""Sums over the weights of a ring: each device's own queries and the keys of all devices."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def ring_fold(ring: RingPlan, platform: str, call: Call, reduction: Reduction) -
 
 
 def _combine(kind: str, x: Array, chunk: Array, start: Index) -> Array:
-    """``x [B,N,...]`` with ``chunk`` added from ``start`` on, or its maximum taken for the kind ``"row_max"``."""
+    """``x [B,N,...]`` with ``chunk`` added at ``start``, or its maximum taken for the kind ``"row_max"``."""
     combine = jnp.maximum if kind == "row_max" else jnp.add
     old = jax.lax.dynamic_slice_in_dim(x, start, chunk.shape[2], 2)
     return jax.lax.dynamic_update_slice_in_dim(x, combine(old, chunk), start, 2)

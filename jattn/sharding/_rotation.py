@@ -1,9 +1,9 @@
-"""The order of a ring: which device computes with whose keys, and what travels meanwhile.
+"""Rotates keys around a ring: which device computes with which keys, and what travels meanwhile.
 
 Runs inside ``jax.shard_map``. Keys and values rotate by ``ppermute`` and leave for the next device before the work with
-them begins (https://arxiv.org/abs/2310.01889). What is summed up for a key, as its gradient, follows one hop behind: it
-leaves when the work of a hop begins, and what this hop adds is added to it when it arrives. So a compiler can send both
-while the device computes.
+them begins (https://arxiv.org/abs/2310.01889). Sums for a key, such as its gradient, follow one hop behind: they leave
+when the work of a hop begins, and the result of this hop is added when they arrive. So a compiler can send both while
+the device computes.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jattn.sharding._mask_tables import of_chunks
 
 #: The layouts of a ring, each with the number of chunks of the sequence that a device holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}
-# From this many queries on each device on, a hop of a single head has enough to compute for an accelerator.
+# With at least this many queries on each device, a hop of a single head has enough to compute for an accelerator.
 MANY = 4096
 
 
@@ -66,9 +66,9 @@ class RingPlan:
     def rotate(self, visit: Visit, state: PyTree, keys: PyTree, *, sums: bool = False) -> tuple[Any, Any]:
         """``state, added = visit(state, keys, hop)`` with the ``keys`` of every device that are needed, one by one.
 
-        With ``sums``, also returns what the devices ``added`` for the keys of this one, summed up. Its own keys then
+        With ``sums``, also returns the sum of what the devices ``added`` for the keys of this one. Its own keys then
         come last, while the sums of the others travel home; otherwise first. No hop is wasted, so the first and the
-        last visits are compiled apart from those between, which are a loop.
+        last visits are compiled separately from those between, which are a loop.
         """
         total = None
         visits = self.steps[1:] if sums else self.steps

@@ -1,4 +1,4 @@
-"""Attention of queries that every device holds to keys that are sharded: each device its own keys, then one merge."""
+"""Runs attention with sharded keys and whole queries: each device attends to its own keys, then one merge."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,16 +23,16 @@ from jattn.sharding._head_parallel import Axes, OnOwnPart, OnPart, in_units
 class SplitKeys(OnOwnPart):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: keys over ``axis_name`` of ``mesh``.
 
-    Every device attends with all queries to its own keys and values; two all-reduces, of ``[B,T,N]`` and of
-    ``[B,T,N,D+1]`` numbers, merge the results. It is what a call with a sharded cache (``jattn.init_cache``) takes. For
-    few queries; if they are as many as the keys, a ``Ring`` shards them, too. Masks and score functions see global
-    positions, and each device holds its own columns of ``mask`` and ``bias`` arrays.
+    Every device attends with all queries to its own keys and values. Two all-reduces, of ``[B,T,N]`` and of
+    ``[B,T,N,D+1]`` numbers, merge the results. Calls with a sharded cache (``jattn.init_cache``) use it. It is meant
+    for few queries; if there are as many as keys, use a ``Ring``, which also shards queries. Masks and score functions
+    see global positions, and each device holds its own columns of ``mask`` and ``bias`` arrays.
 
     Args:
         mesh: the devices; its other axes repeat the work.
         axis_name: the mesh axis (or axes) over which S is sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
-        implementation: what each device runs.
+        implementation: the name of what each device runs; None picks one.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``.
@@ -58,7 +58,7 @@ class SplitKeys(OnOwnPart):
     implementation: str | None = None
 
     def run(self, call: Call) -> tuple[Array, Array]:
-        """``out [B,T,N,D]`` and ``lse [B,T,N]``, whole on every device along ``axis_name``; S is sharded."""
+        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``, whole on every device along ``axis_name``."""
         axes = self.mesh_axes(call).keys
         # Each device's gradient of the query is rounded only when all are summed.
         call = dataclasses.replace(call, query=call.query.astype(softmax_dtype(call.query)))
@@ -69,7 +69,7 @@ class SplitKeys(OnOwnPart):
         return self.per_device(attend, call, ("btnd", "btn"))
 
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
-        """As in ``jattn.kernels.OverDevices``."""
+        """The lines of ``jattn.explain`` about ``call``: what is divided, what a device sends, and what it runs."""
         mesh_axes, (B, T, N, _), D = self.mesh_axes(call), call.query.shape, call.value.shape[3]
         share = mesh_axes.parts("batch") * mesh_axes.parts("heads")
         rows = B * T * N // share * jnp.dtype(softmax_dtype(call.query)).itemsize
@@ -80,7 +80,7 @@ class SplitKeys(OnOwnPart):
         return [f"SplitKeys: {mesh_axes}", moved, *self.explain_parts(call, explain)]
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """As in ``jattn.kernels.ReducesWeights``: each device reduces the weights of its own keys."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, added up over all devices."""
         axes, (T, S) = self.mesh_axes(call).keys, (call.query.shape[1], call.key.shape[1])
 
         def fold_on_device(part: Call, of_part: Reduction) -> dict[str, Array]:

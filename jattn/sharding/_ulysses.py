@@ -1,4 +1,4 @@
-"""Attention with the sequence sharded over devices, which exchange it for heads."""
+"""Runs attention with the sequence sharded over devices, which exchange it for heads."""
 
 import dataclasses
 import math
@@ -25,12 +25,20 @@ from jattn.sharding._ring import Ring
 class Ulysses(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
-    For attention, all-to-alls exchange the sequence for heads and back. Arguments as in ``ulysses_attention``.
+    For attention, all-to-alls exchange the sequence for heads and back (``ulysses_attention``).
+
+    Args:
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis (or axes) over which T and S are sharded, and N instead during attention.
+        batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
+        ring_axis: the mesh axis of a ring; T and S are then sharded over ``(ring_axis, axis_name)``.
+        layout: of the ring, ``"contiguous"`` or ``"zigzag"``.
+        implementation: the name of what each device runs; None picks one. Not with ``ring_axis``.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` names no axis, or ``ring_axis`` several.
-        ValueError: the mesh has no such axis, or two arguments name the same one; there is no such layout, or
-            ``layout`` is given without ``ring_axis``, or ``implementation`` with it.
+        ValueError: the mesh has no such axis, or two arguments name the same one; the layout is unknown; ``layout`` is
+            given without ``ring_axis``, or ``implementation`` with it.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
@@ -63,12 +71,12 @@ class Ulysses(OverMesh):
             Ring(self.mesh, self.ring_axis, layout=self.layout)  # raises what is wrong
             if self.implementation is not None:
                 raise ValueError(
-                    f"implementation={self.implementation!r}: it runs over whole sequences, which a ring along "
+                    f"implementation={self.implementation!r} needs whole sequences, which a ring along "
                     f"ring_axis={self.ring_axis!r} does not have; omit one of them"
                 )
         elif self.layout != "contiguous":
             raise ValueError(
-                f"layout={self.layout!r} is that of a ring, and there is none; pass ring_axis=, or omit it"
+                f"layout={self.layout!r} is for a ring, but ring_axis is None; pass ring_axis=, or omit layout"
             )
 
     def unsupported_reason(self, call: Call) -> str | None:
@@ -76,7 +84,7 @@ class Ulysses(OverMesh):
         return self._inner(self.mesh_axes(call)).unsupported_reason(call)
 
     def run(self, call: Call) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
+        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``, in the order of the layout; T and S are sharded."""
         mesh_axes = self.mesh_axes(call)
         out, lse = self._inner(mesh_axes).run(self._by_heads(mesh_axes, call))
         return self._to_length(mesh_axes, out, "btnd"), self._to_length(mesh_axes, lse, "btn")
@@ -86,17 +94,17 @@ class Ulysses(OverMesh):
         return None if self.ring_axis is None else Ring(self.mesh, self.ring_axis, layout=self.layout).slots(length)
 
     def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(call, *arrays)`` as in ``HeadParallel`` or ``Ring``, which ``fold`` is that of, after the exchange."""
+        """``fn(call, *arrays)`` on each part, after the exchange, like ``HeadParallel`` or ``Ring``."""
         mesh_axes = self.mesh_axes(call)
         extra = tuple((self._to_heads(mesh_axes, x, axes) if "n" in axes else x, axes) for x, axes in extra)
         return self._inner(mesh_axes).map_parts(fn, self._by_heads(mesh_axes, call), out_axes, *extra)
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """As in ``jattn.kernels.ReducesWeights``, for the calls that ``map_parts`` makes."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, after the exchange."""
         return self._inner(self.mesh_axes(call)).fold(call, reduction)
 
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
-        """As in ``jattn.kernels.OverDevices``."""
+        """The lines of ``jattn.explain`` about ``call``: what is divided, what a device sends, and what it runs."""
         mesh_axes, inner = self.mesh_axes(call), []
 
         def exchanged() -> Array:
@@ -156,7 +164,7 @@ class Ulysses(OverMesh):
         return dataclasses.replace(call, query=query, key=key, value=value)
 
     def _to_heads(self, mesh_axes: MeshAxes, x: Array, axes: str) -> Array:
-        """``x``, whose axes have these letters, with its heads over the devices that its sequence was over.
+        """``x``, with axes of these letters, with its heads over the devices that its sequence was over.
 
         Key heads are repeated until the devices divide them: if fewer than devices, each goes to those that use it.
         """
@@ -206,33 +214,41 @@ def ulysses_attention(
 ) -> Any:
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis, and heads instead during attention.
 
-    All-to-alls of queries, keys and values give each device whole sequences of its share of the heads; another gives it
-    the output of its share of the sequence. What a device sends falls with the number of devices, unlike in a ring, but
-    there can be no more devices than query heads, and each holds the whole length of its heads.
+    All-to-alls of queries, keys and values give each device whole sequences for its share of the heads; another gives
+    it the output for its share of the sequence. Unlike in a ring, the traffic of a device falls with the number of
+    devices. But there can be no more devices than query heads, and each holds the whole length of its heads.
     Source: https://arxiv.org/abs/2309.14509.
 
-    With ``ring_axis`` a device has whole shares of the sequence in place of whole sequences, and keys and values rotate
-    along that axis as in ``ring_attention``: heads in a node, a ring between nodes.
+    With ``ring_axis`` a device has a share of the sequence instead of whole sequences, and keys and values rotate along
+    that axis as in ``ring_attention``: heads in a node, a ring between nodes.
     Source: https://arxiv.org/abs/2405.07719.
 
     Args:
-        query, key, value: as in ``ring_attention``; T and S are multiples of all devices along ``ring_axis`` and
-            ``axis_name``, N is one of those along ``head_axis`` and ``axis_name``.
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence. T and S are
+            multiples of the number of devices along ``ring_axis`` and ``axis_name``, and N of that along ``head_axis``
+            and ``axis_name``.
+        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         mesh: the devices; its other axes repeat the work.
         axis_name: the mesh axis (or axes) over which T and S are sharded, and N instead during attention. Key/value
-            heads are repeated until the devices divide them. So if K divides the devices, each device gets the one
-            that it uses, and no other.
+            heads are repeated until the devices divide them. So if K divides the number of devices, each device gets
+            only the head that it uses.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
         ring_axis: the mesh axis of a ring. T and S are then sharded over ``(ring_axis, axis_name)``, in that order.
-        layout: of the ring, as in ``ring_attention``, with the devices along ``ring_axis`` as those of ``to_zigzag``.
-        implementation: what each device runs; not with ``ring_axis``.
-        others: as in ``jattn.dot_product_attention``; all are supported. Arrays by slot (``bias``, ``mask`` arrays,
+        layout: of the ring: ``"contiguous"``, or ``"zigzag"`` for the order of ``to_zigzag`` over the devices along
+            ``ring_axis``.
+        implementation: the name of what each device runs; None picks one. Not with ``ring_axis``.
+        return_residual: also return the log-sum-exp ``[B,T,N]``.
+        options: all other keywords of ``jattn.dot_product_attention``. Arrays by slot (``bias``, ``mask`` arrays,
             positions) are in the order of the layout. Each device holds its own heads of bias and mask arrays, and
-            positions are whole on each (with ``ring_axis``, its own rows and share of them).
+            all positions (with ``ring_axis``, its own rows and its share of positions).
+
+    Returns:
+        ``out [B,T,N,D]``, with the sequence sharded; with ``return_residual``, ``(out, lse)``.
 
     Raises:
-        ValueError: the mesh has no such axis, or a length or number of heads is not a multiple of its devices; also as
-            ``dot_product_attention``.
+        ValueError, TypeError: the mesh has no such axis, a length or number of heads is not a multiple of its devices,
+            or an argument has the wrong shape or dtype.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))

@@ -1,8 +1,8 @@
-"""The conformance table, to which you hold a kernel of your own: values, log-sum-exp and gradients in float64.
+"""Tests your own kernels with a conformance table: values, log-sum-exp and gradients against float64.
 
-Every implementation of jattn passes it, except that ``"cudnn"`` and ``"splash"`` refuse the case of keys with much in
-common: their kernels take a row's sum from the rounded output (docs/accelerators.md). ``check`` runs it, with or
-without pytest; as one test for each case::
+Every implementation of jattn passes the table, except that ``"cudnn"`` and ``"splash"`` refuse the case of keys with
+much in common: their kernels take a row's sum from the rounded output. ``check`` runs the table, with or without
+pytest; as one test for each case::
 
     @pytest.mark.parametrize("name", jattn.testing.CASES)
     def test_my_kernel(name):

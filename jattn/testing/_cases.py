@@ -1,4 +1,4 @@
-"""The cases: options of a call, and a plain definition of what they mean. Axis sizes are distinct primes."""
+"""Lists the cases: options of a call, and a plain definition of what they mean. Axis sizes are distinct primes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,26 +25,26 @@ def everything(b: Ends, h: Ends, q: Ends, kv: Ends) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of ``jattn.dot_product_attention``, beside a plain definition of its mask and score function.
+    """One call of ``jattn.dot_product_attention``, and a plain definition of its mask and score function.
 
     Attributes:
-        options: what the call gets besides query, key, value and ``score_mod``; floats ``bias`` and ``sinks`` among
-            them are differentiated.
-        sees: ``(b, h, q, kv) -> bool``: what a ``mask`` in ``options`` that is no array, and ``is_causal`` and
-            ``local_window_size``, let be seen. It gets integers, and positions for ``q`` and ``kv``.
+        options: the call's arguments other than query, key, value and ``score_mod``; the floats ``bias`` and ``sinks``
+            among them are differentiated.
+        sees: ``(b, h, q, kv) -> bool``: what is visible under ``is_causal``, ``local_window_size`` and a ``mask`` in
+            ``options`` that is not an array. It gets integers, and positions for ``q`` and ``kv``.
         vectorized: ``sees`` gets arrays ``b [B,1,1,1]``, ``h [N,1,1]``, ``q [B,1,T,1]`` and ``kv [B,1,1,S]`` instead.
         score: ``(params, score, h [N,1,1], q [T,1], kv [1,S]) -> score``: what ``mod`` computes.
         mod: ``params -> score_mod``.
         params: the score function's floats, which are differentiated.
         shape: ``(B, T, S, N, K, H, D)``.
-        amplify: a factor of the queries.
+        amplify: a factor on the queries.
         dtype: of query, key and value, which are normally distributed.
-        tolerance: of ``out`` and ``lse``, relative to the largest, and never less than the dtype's 2e-5, 4e-3 (float16)
-            or 2e-2 (bfloat16); gradients may be off by 2 times as much, in 16 bits by 8 times as much.
+        tolerance: of ``out`` and ``lse``, relative to the largest value, and never less than the dtype's 2e-5, 4e-3
+            (float16) or 2e-2 (bfloat16); that of gradients is 2 times as large, in 16 bits 8 times.
         poisoned: NaN or infinity in keys and values that nobody sees must change no bit.
-        offset: a factor of a normally distributed vector ``[K,H]`` that all keys have in common, as from the bias of a
-            projection. The gradients are then those of ``out`` alone: what keys share changes no weight, so their
-            product with it must vanish, but it is most of the gradient of the lse.
+        offset: a factor on a normally distributed vector ``[K,H]`` that all keys have in common, like the bias of a
+            projection. Only the gradients of ``out`` are then compared. A vector that keys share changes no weight, so
+            the product of these gradients with it must vanish, while it dominates the gradient of the lse.
 
     Example:
         >>> odd = jattn.testing.Case({"mask": lambda b, h, q, kv: kv % 2 == 1}, lambda b, h, q, kv: kv in (1, 3, 5, 7, 9))
@@ -80,7 +80,7 @@ class Case:
 
 @pytree_dataclass
 class InChunk(masks.Mask):
-    """A mask class of a user's own: the keys of the query's chunk, up to the query itself."""
+    """A user-defined mask class: the keys of the query's chunk, up to the query itself."""
 
     size: int = static_field(default=4)
 
@@ -165,7 +165,7 @@ CASES: Mapping[str, Case] = {
         {"mask": masks.Dense(_GRID), "query_positions": np.arange(T) + 3}, lambda b, h, q, kv: q < T and _GRID[q, kv]
     ),
     "mask function of all four indices": Case({"mask": _of_all_indices}, _of_all_indices),
-    "mask class of one's own, with an interval": Case({"mask": InChunk(3)}, lambda b, h, q, kv: q // 3 * 3 <= kv <= q),
+    "user-defined mask class, with an interval": Case({"mask": InChunk(3)}, lambda b, h, q, kv: q // 3 * 3 <= kv <= q),
     "mask function that ignores the query": Case({"mask": _thirds}, _thirds),
     "every row sees nothing": Case({"mask": lambda b, h, q, kv: kv < 0}, lambda b, h, q, kv: kv < 0),
     "mask function and causal and lengths": Case(

@@ -1,4 +1,4 @@
-"""Runs an implementation on cases and compares what comes with the reference."""
+"""Runs an implementation on cases and compares the results with the reference."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ Attention = Callable[[Inputs], Results]
 
 
 class Outcome(NamedTuple):
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes:
         result: ``"right"``; ``"wrong"``; ``"refused"``, by ``unsupported_reason`` or ``jattn.Unsupported``;
             ``"failed"``, with another exception.
-        reason: why it is not right, otherwise None.
-        error: the largest of all errors in shares of its tolerance; None if there is none.
+        reason: why the result is not right, otherwise None.
+        error: the largest ratio of an error to its tolerance; None if no error was measured.
 
     Example:
         >>> jattn.testing.examine("cudnn", jattn.testing.Case({"sinks": np.zeros(3, np.float32)})).result
@@ -40,21 +40,21 @@ class Outcome(NamedTuple):
 def check(
     implementation: str | Implementation, cases: Mapping[str, Case] | None = None, *, gradients: bool = True
 ) -> dict[str, Outcome]:
-    """Holds an implementation to the cases, all at once.
+    """Tests an implementation on all cases.
 
     Args:
-        implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``; as for
-            ``jattn.dot_product_attention``. One with ``dtypes``, but without float32 among them, gets cases of float32
-            in the last of these.
-        cases: by name; None for all of ``CASES``. ``AT_SIZE`` has larger ones.
-        gradients: also of query, key and value, and of ``bias``, ``sinks`` and what score functions capture.
+        implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``. If it has ``dtypes``
+            without float32, cases of float32 run in the last of these.
+        cases: ``{name: Case}``; None for all of ``CASES``. ``AT_SIZE`` has larger ones.
+        gradients: also compare the gradients of query, key and value, and of ``bias``, ``sinks`` and the arrays that
+            score functions capture.
 
     Returns:
-        The outcome of each case: ``"right"`` or ``"refused"``. A refusal is no fault, so look at what was refused.
+        ``{name: Outcome}``, each ``"right"`` or ``"refused"``. A refusal raises no error, so check what was refused.
 
     Raises:
         AssertionError: a case is wrong or failed; the message lists all of these.
-        TypeError: ``implementation`` is none.
+        TypeError: ``implementation`` is not one of these.
 
     Example:
         >>> cases = {name: jattn.testing.CASES[name] for name in ("causal, top-left", "sinks")}
@@ -77,13 +77,18 @@ def check(
 
 
 def examine(implementation: str | Implementation, case: Case, *, gradients: bool = True) -> Outcome:
-    """The outcome of one case; arguments as for ``check``.
+    """The outcome of one case.
 
-    The call is compiled, with products of float32 in full: by default, a TPU's and a GPU's round their factors. Of a
-    ``poisoned`` case, the same bits must come with NaN, infinity and 0 where nobody looks.
+    The call is compiled, with float32 products in full precision: by default, TPUs and GPUs round their factors. For a
+    ``poisoned`` case, the results with NaN, infinity and 0 in unseen places must be bit-identical.
+
+    Args:
+        implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``.
+        case: the call and its definition.
+        gradients: also compare gradients.
 
     Raises:
-        Exception: whatever ``implementation`` raises besides ``jattn.Unsupported``.
+        Exception: whatever ``implementation`` raises, except ``jattn.Unsupported``.
 
     Example:
         >>> jattn.testing.examine("xla", jattn.testing.CASES["grouped queries"]).result
@@ -106,7 +111,7 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
         except Unsupported as refusal:
             return Outcome("refused", str(refusal))
     same = all(same_bits(clean, x) for x in others)
-    return Outcome("right") if same else Outcome("wrong", "NaN or infinity where nobody looks shows")
+    return Outcome("right") if same else Outcome("wrong", "NaN or infinity in unseen places changes the result")
 
 
 @dataclasses.dataclass(frozen=True)

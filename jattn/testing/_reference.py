@@ -1,4 +1,4 @@
-"""What a case gives, in float64: the formula and its gradients from plain definitions. Shares no code with jattn."""
+"""Computes the result of a case in float64: the formula and its gradients, without any code of jattn's."""
 
 from collections.abc import Callable
 from typing import Any

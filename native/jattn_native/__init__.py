@@ -1,4 +1,4 @@
-"""The compiled kernels of jattn's ``implementation="native"``; ``jattn.kernels.native`` tells what they compute."""
+"""Loads the compiled kernels of jattn's ``implementation="native"``; ``jattn.kernels.native`` describes them."""
 
 import ctypes
 import functools
@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import jaxlib
 
-# jattn takes this version alone: it knows the kernels' operands.
+# jattn takes only this version, because it depends on the kernels' operands.
 __version__ = "0.2.0"
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by name, and what this CPU has.
+    """The loaded library with ``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which it registers with XLA.
 
     Raises:
         ImportError: the package was not built, or not for this machine or this jaxlib.

@@ -135,7 +135,7 @@ def test_ablate_and_forbid_say_what_is_wrong(clean):
         (lambda: heads.ablate(run, []), "clean must be a list with a dict for each layer"),
         (lambda: heads.ablate(run, [{}]), "each layer of clean must hold 'z'.*; one has no 'z'"),
         (lambda: heads.ablate(run, only_z(...), freeze_weights=True), "each layer of clean must hold 'z'.*; one has no 'query'"),
-        (lambda: heads.forbid(previous, heads=[-1]), r"heads must be indices from 0 on, got \[-1\]"),
+        (lambda: heads.forbid(previous, heads=[-1]), r"heads must be indices of at least 0, got \[-1\]"),
         (lambda: jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True]))), r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -173,7 +173,7 @@ def test_fills_and_held_weights_of_another_shape(x):
         layer(x, head_gate=jnp.ones(N), head_fill=jnp.zeros(5))
     with pytest.raises(ValueError, match=r"the frozen key must have shape \[3, 7, 4, 2\], got \[3, 6, 4, 2\]"):
         layer(x, frozen=(jnp.zeros((B, T, N, 2)), jnp.zeros((B, T - 1, N, 2))))
-    with pytest.raises(ValueError, match="head_fill, frozen: only for jattn's own attention_fn"):
+    with pytest.raises(ValueError, match="head_fill, frozen: only jattn's own attention_fn takes them"):
         other = jattn.nnx.MultiHeadAttention(N, M, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
         other(x, head_fill=jnp.zeros((N, 2)), frozen=(x, x))
 

@@ -171,8 +171,8 @@ def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, leng
 @pytest.mark.parametrize("lead, index, message", [
     ((3,), None, r"a cache of all layers needs layer="),
     ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
-    ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
-    ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
+    ((3,), 3, "layer of a cache must be from 0 to 2, as it holds 3, got 3"),
+    ((3,), -1, "layer of a cache must be from 0 to 2, as it holds 3, got -1"),
 ])  # fmt: skip
 def test_which_layer_must_be_said(lead, index, message):
     key = np.zeros((*lead, B, 4, K, H), np.float32)

@@ -116,7 +116,7 @@ def test_what_stands_in_the_configs():
 
 @pytest.mark.parametrize("name, change, message", [
     ("llama, yarn", {"rope_parameters": YARN | {"truncate": 1}}, "truncate of the rotary positions must be true or false"),
-    ("llama, longrope", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "must be 4 each, half as many"),
+    ("llama, longrope", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "must each have 4 entries, half"),
     ("llama, longrope", {"rope_parameters": LONGROPE | {"short_factor": 1.0}}, "short_factor .* must be a list"),
     ("phi3, longrope", {"original_max_position_embeddings": 9}, "original_max_position_embeddings .* is 8, but .* is 9"),
     ("qwen2, last layers", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * LAYERS}, "has no window"),
@@ -143,7 +143,7 @@ def test_what_config_says_is_in_place_of_the_files(tmp_path):
     assert (read(rope_theta=50.0).base, read(rope_theta=50.0).scaling.factor) == (50.0, 4.0)
     by_kind = {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}}
     (tmp_path / "config.json").write_text(json.dumps(config | by_kind))
-    with pytest.raises(ValueError, match="config: this model's positions are in rope_parameters; pass these"):
+    with pytest.raises(ValueError, match="config: this model's positions are in rope_parameters; pass rope_parameters"):
         read(rope_theta=50.0)
 
 
@@ -218,7 +218,7 @@ def test_a_text_config_that_says_little():
     assert config.position.base == 1e6 and config.position.scaling.factor == 8.0 and config.local_position.base == 1e4
     with pytest.raises(ValueError, match="text_config must be a dict"):
         interop.read_config({"model_type": "gemma3"})
-    with pytest.raises(ValueError, match=r"keys that are not known here .*'video_config'"):
+    with pytest.raises(ValueError, match=r"unknown keys that may change .*'video_config'"):
         interop.read_config({"model_type": "gemma3", "text_config": text, "video_config": {}})
 
 

@@ -161,7 +161,7 @@ IN_KIND = {
     "grouped, with per-head bias and mask", "positions that differ by row", "both lengths and causal",
     "mask function of all four indices", "score function that captures a table, int times float",
     "score function with an infinite derivative where masked", "sinks, and rows that see nothing", "logits of +-1e4",
-    "no keys, causal", "bfloat16, causal", "mask class of one's own, with an interval",
+    "no keys, causal", "bfloat16, causal", "user-defined mask class, with an interval",
     "bfloat16, keys with much in common",
 }  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_the_compiled_kernels_are_taken_where_they_pay():
 
     assert taken(128, 128)[0] == taken(16, 16)[0] == taken(1, 128)[0] == taken(1, 65536, "bfloat16")[0] == "native"
     assert taken(15, 127)[0] == taken(1, 127)[0] == taken(0, 128)[0] == taken(2048, 15)[0] == "xla"
-    line = "native: also possible, by name, on a CPU; faster from 16 keys on, for fewer than 16 queries from 128"
+    line = "native: also possible, by name, on a CPU; faster with at least 16 keys, or 128 for fewer than 16 queries"
     assert line in taken(1, 16)[1]
     small, long = X.update(shape=(1, 32, 4, 64)), X
     text = lowered(lambda *x: [jattn.dot_product_attention(*x[:3]), jattn.dot_product_attention(*x[3:])],

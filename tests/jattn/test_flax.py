@@ -357,7 +357,7 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
         np.testing.assert_array_equal(*results)
         assert seen[system.ours] == seen[system.theirs]
         params, apply = system.make(system.ours, x, jax.random.key(0), attention_fn=named(system.ours))
-        with pytest.raises(ValueError, match="head_gate: only for jattn's own attention_fn"):
+        with pytest.raises(ValueError, match="head_gate: only jattn's own attention_fn takes them"):
             apply(params, x, head_gate=jnp.ones(N))
 
 
@@ -401,7 +401,7 @@ def test_quantised_products_go_to_flax():
         calls.clear()
         got = apply(params, x)
         assert len(calls) == 2 and relative(got, LINEN.make(linen, x, jax.random.key(0))[1](params, x)) < 1e-6
-        with pytest.raises(ValueError, match="head_gate: only for jattn's own"):
+        with pytest.raises(ValueError, match="head_gate: only jattn's own"):
             apply(params, x, head_gate=jnp.ones(N))
 
 

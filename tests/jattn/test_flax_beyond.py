@@ -70,7 +70,7 @@ def test_input_positions_are_for_position_alone(x):
     with pytest.raises(ValueError, match=r"input_positions must be integers \[7\] or \[2, 7\]"):
         module(x, input_positions=positions[1:])
     without = jattn.linen.MultiHeadAttention(N)
-    with pytest.raises(ValueError, match="input_positions are for position=.* this layer has none"):
+    with pytest.raises(ValueError, match="input_positions are for position=.* this layer has position=None"):
         jax.eval_shape(lambda x: without.init(jax.random.key(0), x, input_positions=positions), x)
 
 
@@ -129,7 +129,7 @@ def test_what_does_not_divide_is_refused(options):
         jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"qkv_features .* must be a multiple of num_heads \(6\)"):
         jattn.linen.MultiHeadAttention(N, **options).init(jax.random.key(0), jnp.zeros((1, T, M)))
-    with pytest.raises(ValueError, match="inputs_v without inputs_k"):
+    with pytest.raises(ValueError, match="inputs_v is given without inputs_k"):
         jattn.linen.MultiHeadAttention(N).init(jax.random.key(0), jnp.zeros((1, T, M)), None, jnp.zeros((1, T, M)))
 
 

@@ -274,14 +274,14 @@ def test_an_index_says_which_files_hold_the_model(tmp_path):
     embedding = lambda: np.asarray(interop.load(tmp_path).token_embed.embedding[...])
     np.testing.assert_array_equal(embedding(), tensors["wte.weight"])
     shards(**{"wte.weight": "part-9.safetensors"})
-    with pytest.raises(FileNotFoundError, match=r"index\.json names files that are not there: part-9\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"index\.json names files that do not exist: part-9\.safetensors"):
         interop.load(tmp_path)
     shards(other="part-0.safetensors")
-    with pytest.raises(ValueError, match=r"names tensors that are not where it says: other"):
+    with pytest.raises(ValueError, match=r"names tensors that are not in the files it says: other"):
         interop.load(tmp_path)
     for name in ("../part-0.safetensors", "config.json", 3):
         shards(**{"wte.weight": name})
-        with pytest.raises(ValueError, match="weight_map from tensors to names of files beside it"):
+        with pytest.raises(ValueError, match="weight_map from tensors to names of files in the same folder"):
             interop.load(tmp_path)
     save_file({name: x + 2 for name, x in tensors.items()}, tmp_path / "model.safetensors")
     np.testing.assert_array_equal(embedding(), tensors["wte.weight"] + 2)

@@ -193,7 +193,7 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
 
 @pytest.mark.parametrize(("per_layer", "message"), [
     ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
-    ([{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)], "must give mask to every layer or to none, got none for layer 1"),
+    ([{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)], "must give mask to every layer or to none, but layer 1 has none"),
     ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
     ([{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)], "got z; a head's output, z, is replaced by head_gate=gate"),
     ([{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)], "the same masks and functions for every layer"),
@@ -409,10 +409,10 @@ def test_what_is_drawn_has_the_probabilities(models):
 
 @pytest.mark.parametrize(("prompts", "options", "message"), [
     ([], {}, "at least one"),
-    ([[]], {}, "none empty; prompt 0"),
+    ([[]], {}, "none may be empty; prompt 0"),
     ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
     ([[1]], {"temperature": -1.0}, "temperature must be"),
-    ([[1]], {"temperature": 1.0}, "needs key="),
+    ([[1]], {"temperature": 1.0}, "pass key="),
     ([[1]], {"top_k": 0}, "top_k must be at least 1"),
     ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
     ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),

@@ -324,7 +324,7 @@ def test_what_look_cannot_give(models):
     with pytest.raises(TypeError, match="look sees whole sequences"):
         interop.look(model, TOKENS, cache=model.init_cache(2, 16))
     pattern = {"patch": {"pattern": (np.ones(HEADS), (np.ones((2, 13, HEADS, HEAD_DIM)), None))}}
-    with pytest.raises(ValueError, match="a patch of the pattern mixes"):
+    with pytest.raises(ValueError, match="mixes the weights of two queries"):
         interop.look(model, TOKENS, per_layer=[pattern, {}, {}])
 
 
@@ -436,8 +436,8 @@ def test_caps_must_be_said_and_may_be_none():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"local": (True,)}, "local must say for each of 3 layers"),
-    ({"norm_outputs": True}, "norm_outputs is for norm='rms'"),
+    ({"local": (True,)}, "local must have an entry for each of 3 layers"),
+    ({"norm_outputs": True}, "norm_outputs needs norm='rms'"),
     ({"qk_norm": "layer"}, "qk_norm must be"),
 ])  # fmt: skip
 def test_a_config_that_contradicts_itself(change, message):

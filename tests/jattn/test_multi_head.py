@@ -143,7 +143,7 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
     (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
     (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)), r"head_gate must be \[N\] = \[4\]"),
     (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
-        r"valid says .* enter a cache, and there is none; for padding pass mask=valid"),
+        r"valid says .* enter a cache, but cache is None; to mask padding pass mask=valid"),
     pytest.param(lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)),
         r"expected batch axes \(2, 2\) and 3 more",
         marks=pytest.mark.slow),

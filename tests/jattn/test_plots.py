@@ -147,3 +147,24 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     with pytest.raises(ImportError, match=r"pip install jattn\[plots\]"):
         imported_anew()
+
+
+@pytest.mark.parametrize("kind", ["pdf", "eps"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: plots.attention_heatmap(random_weights(4, 4), FRENCH[:4]).figure,
+        lambda: plots.head_grid(random_weights(2, 4, 4)),
+    ],
+)
+def test_a_figure_for_a_paper_has_no_type_3_fonts(tmp_path, draw, kind):
+    """Which many venues refuse, and which matplotlib writes by default."""
+    from matplotlib import rcParams
+
+    before = rcParams[f"{'pdf' if kind == 'pdf' else 'ps'}.fonttype"]
+    draw().savefig(tmp_path / f"heads.{kind}")
+    text = (tmp_path / f"heads.{kind}").read_bytes()
+    type_3, true_type = (b"/FontType 3", b"/FontType 42") if kind == "eps" else (b"/Type3", b"/TrueType")
+    assert type_3 not in text
+    assert true_type in text or b"/CIDFontType2" in text
+    assert rcParams[f"{'pdf' if kind == 'pdf' else 'ps'}.fonttype"] == before  # the reader's own settings stay

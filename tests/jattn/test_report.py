@@ -389,7 +389,7 @@ def test_numbers_of_ones_own_and_roles():
     report = jattn.report({"a": sees_previous, "b": sees_previous}, [WORDS], columns={"effect": effect}, null=null)
     assert report.numbers["effect"].tolist() == effect.ravel().tolist()
     data = embedded(report.html)
-    assert data["columns"][-1] == "effect" and "Roles are judged" in report.html
+    assert data["columns"][-1] == "effect" and "Roles are tested" in report.html
     assert len(report.roles) == L * N
 
 
@@ -424,12 +424,12 @@ def test_other_texts_and_other_models_stand_beside():
 
 @pytest.mark.parametrize(("change", "error", "words"), [
     ({"heads": {}}, ValueError, "has no layers: did the model sow, with sow_heads=True"),
-    ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
+    ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* call the model with sow_heads=True"),
     ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
     ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError, "a takes no 'causal'"),
-    ({"heads": ()}, ValueError, "no layers: transformers gives attentions only of .*\"eager\" and .* output_attentions=True"),
-    ({"heads": None}, TypeError, "got NoneType; transformers gives attentions only of"),
-    ({"heads": (None, None)}, ValueError, "layer 0 must be .* got NoneType; transformers gives attentions only of"),
+    ({"heads": ()}, ValueError, "no layers: transformers returns attentions only if .*\"eager\" and .* output_attentions=True"),
+    ({"heads": None}, TypeError, "got NoneType; transformers returns attentions only if"),
+    ({"heads": (None, None)}, ValueError, "layer 0 must be .* got NoneType; transformers returns attentions only if"),
     ({"heads": {"layer 0": qk()["layer 0"], 0: qk()["layer 0"]}}, ValueError, "two heads with the name 'layer 0 head 0'"),
     ({"heads": {"layer 0": qk()["layer 0"], "L0": qk()["layer 0"]}}, ValueError, "two heads with the name 'L0H0'"),
     ({"heads": 3}, TypeError, "heads must be what a model has sown"),
@@ -438,16 +438,16 @@ def test_other_texts_and_other_models_stand_beside():
     ({"heads": {"a": (np.zeros((T, N)), np.zeros((T, N)))}}, ValueError, "query \\[B,T,N,H\\]"),
     ({"heads": [*qk().values(), *qk(S=3).values()]}, ValueError, "see the same sequences"),
     ({"heads": qk(T=0)}, ValueError, "is empty"),
-    ({"heads": np.ones((N, T, T))}, ValueError, "sum to 1 at most; these sum to 7"),
+    ({"heads": np.ones((N, T, T))}, ValueError, "must sum to at most 1; these sum to 7"),
     ({"heads": np.ones((T, T))}, ValueError, "weights must be"),
     ({"tokens": WORDS}, ValueError, "tokens must be 2 lists of 1 to 7 strings.*got 1 of 7"),
-    ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got \\[7, 3\\]. Pad the ids"),
+    ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got lengths \\[7, 3\\]. Pad the ids"),
     ({"tokens": np.full((B, T), -1), "tokenizer": Tokenizer()}, ValueError, "has the id -1, which no tokenizer"),
     ({"tokens": np.zeros((B, 3), int)}, ValueError, "ids \\[B, T\\] = \\[2, 7\\]"),
     ({"tokens": np.zeros((B, T))}, ValueError, "got float64"),
     ({"tokens": np.zeros((B, T), int), "tokenizer": 3}, TypeError, "tokenizer must have a method decode"),
     ({"columns": {"effect": np.zeros((L, N + 1))}}, ValueError, "columns\\['effect'\\] must have a number for each"),
-    ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is a statistic"),
+    ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is already a statistic"),
     ({"columns": {"effect": 3}}, ValueError, "must have a number for each head"),
     ({"causal": True}, TypeError, "report takes no 'causal'"),
 ])  # fmt: skip
@@ -467,7 +467,7 @@ def test_what_stands_beside_is_a_report(other):
 def test_weights_under_another_mask_are_refused():
     """Otherwise the picture would show what the model did not do."""
     sown = sown_by(Ours(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (B, T, N * H)), sow_heads=True)
-    with pytest.raises(ValueError, match="weights of a query sum to .* pass those of the model: is_causal=True"):
+    with pytest.raises(ValueError, match="weights of a query sum to .* pass the model's options: is_causal=True"):
         jattn.report(sown)
 
 
@@ -534,7 +534,7 @@ def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
 
 
 def test_it_runs_outside_of_compiled_functions():
-    with pytest.raises(TypeError, match="layer 0 is traced: call report outside of jax.jit"):
+    with pytest.raises(TypeError, match="layer 0 is traced: call report outside jax.jit"):
         jax.jit(lambda q, k: jattn.report({0: (q, k)}))(*qk()["layer 0"])
 
 

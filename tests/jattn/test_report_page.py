@@ -80,7 +80,8 @@ def test_pointing_pinning_and_keys(report, tmp_path):
     assert below["pressed"] == [focused] == ["layer 1 head 1"]
     check(seen["clicked"], 2, 8, 0)
     label, tabs = seen["labels"]
-    assert label == "layer 0 head 2: attention weights, queries down, keys across" and tabs == [-1, -1, 0, -1, -1, -1]
+    assert label == "layer 0 head 2: attention weights, queries in rows, keys in columns"
+    assert tabs == [-1, -1, 0, -1, -1, -1]
 
 
 def test_comparing_numbers_and_files(report, tmp_path):

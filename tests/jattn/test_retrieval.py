@@ -85,7 +85,7 @@ def test_jitted_and_over_a_batch():
 
 @pytest.mark.parametrize("change, message", [
     ({"tokens": np.arange(5)}, r"tokens, written and needle must be .* = \[6\], \[4\] and \[6\], for weights of shape "),
-    ({"written": np.arange(5)}, r"got \[6\], \[5\], \[6\]"),
+    ({"written": np.arange(5)}, r"got shapes \[6\], \[5\], \[6\]"),
     ({"needle": np.ones(6, int)}, "needle must be bool"),
 ])  # fmt: skip
 def test_errors_name_what_came(change, message):

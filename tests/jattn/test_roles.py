@@ -65,7 +65,7 @@ def test_what_is_usual_in_the_same_model_is_weak():
     assert plain.label.tolist() == ["b", "b", "b"]
     with pytest.raises(ValueError, match=r"baseline must have the patterns of scores, \['a', 'b'\], got \['a'\]"):
         heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3)})
-    with pytest.raises(ValueError, match="none empty"):
+    with pytest.raises(ValueError, match="none may be empty"):
         heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3), "b": np.ones(0)})
 
 

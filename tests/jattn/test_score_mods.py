@@ -101,7 +101,7 @@ def test_a_table_for_other_heads():
     (lambda: score_mods.Alibi(np.arange(3)), "slopes must be a float array"),
     (lambda: score_mods.RelativeBias(np.ones(3)), r"table must be a float array \[num_buckets, N\]"),
     (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
-    (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
+    (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "less than max_distance"),
     (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
     (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
     (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),

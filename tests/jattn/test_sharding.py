@@ -229,7 +229,7 @@ BAD = {
     "layout": (lambda q, k, v: ring(q, k, v, layout="spiral"), "contiguous, zigzag, got 'spiral'"),
     "sequences": (lambda q, k, v: ring(q[:3], k[:3], v[:3], batch_axis="data"), r"3 sequences \(B\) .* 'data' \(2 devices\)"),
     "heads": (lambda q, k, v: by_heads(q[:, :, :6], k[:, :, :6], v[:, :, :6]), r"6 query heads \(N\) .* 'row' \(4 devices\)"),
-    "key heads": (lambda q, k, v: by_heads(jnp.concatenate([q, q, q], 2), k[:, :, :6], v[:, :, :6]), r"6 key/value heads \(K\) cannot be divided over mesh axis 'row' \(4 devices\): one must divide the other"),
+    "key heads": (lambda q, k, v: by_heads(jnp.concatenate([q, q, q], 2), k[:, :, :6], v[:, :, :6]), r"6 key/value heads \(K\) cannot be divided over mesh axis 'row' \(4 devices\): K must divide the number of devices or be a multiple of it"),
     "several axes": (lambda q, k, v: by_heads(q[:, :, :4], k[:, :, :4], v[:, :, :4], axis_name=("data", "row")), r"4 query heads \(N\) .* mesh axes 'data' \(2 devices\) and 'row' \(4 devices\): they must be a multiple of 8"),
 }  # fmt: skip
 
@@ -329,7 +329,7 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
         options = {"is_causal": True, "position": rotary}
         plain = jattn.multi_head_attention(params, x, **options)
         turned = jattn.multi_head_attention(params, x[:, order], **options, implementation=how)
-        with pytest.raises(ValueError, match="cache is filled in the tokens' own order, .*'zigzag'"):
+        with pytest.raises(ValueError, match="cache must be filled in the order of the tokens, .*'zigzag'"):
             jattn.multi_head_attention(params, x, implementation=how, cache=jattn.init_cache(2, 16, 4, 4))
     close(turned, plain[:, order])
 
@@ -346,7 +346,7 @@ def test_weights_that_every_device_would_have_whole_are_refused(name):
         lambda: jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(2), "x"), return_weights=True),
         lambda: layer(x, sow_weights=True),
     ):
-        with pytest.raises(jattn.Unsupported, match=r"would be whole on every device\. .* return_statistics="):
+        with pytest.raises(jattn.Unsupported, match=r"would hold all weights \[B,N,T,S\]\. .* return_statistics="):
             call()
     _, weights = jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(1), "x"), return_weights=True)
     assert weights.shape == (2, 4, 8, 8)

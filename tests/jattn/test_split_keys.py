@@ -380,7 +380,7 @@ BAD = {
     "zigzag": (lambda: jattn.multi_head_attention(layer()[0], layer()[1], cache=made(B, 32, K, spec=(None, "sequence"), value_dim=D)(),
             implementation=Ring(MESH, "sequence", layout="zigzag")),
         ValueError,
-        "cache is filled in the tokens' own order, .*'zigzag'"),
+        "cache must be filled in the order of the tokens, .*'zigzag'"),
     "a bias by slot, rolling": (lambda: jattn.multi_head_attention(layer()[0], layer()[1][:, :3], bias=jnp.zeros((N, 3, 11)),
             cache=made(B, 8, K, spec=(None, "sequence"), value_dim=D, rolling=True)()),
         ValueError,

@@ -423,5 +423,5 @@ def test_linen_sows_statistics_beside_the_same_bits(look):
 
 def test_another_attention_fn_has_no_statistics():
     make = lambda: jattn.nnx.MultiHeadAttention(2, 8, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="sow_statistics: only for jattn's own attention_fn"):
+    with pytest.raises(ValueError, match="sow_statistics: only jattn's own attention_fn takes them"):
         jax.eval_shape(lambda: make()(jnp.zeros((1, 3, 8)), sow_statistics=["entropy"]))

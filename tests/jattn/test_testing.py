@@ -78,7 +78,7 @@ GROUPED, CAUSAL, SINKS, POISONED = FEW
 FAULTS = {
     WrongLse: {GROUPED: "lse is off by", CAUSAL: "lse is off by", SINKS: "gradient of sinks is off by"},
     NoGradientOfLse: {GROUPED: "gradient of key is off by", CAUSAL: "gradient of query", SINKS: "gradient of query"},
-    SpreadsNaN: {POISONED: "NaN or infinity where nobody looks shows"},
+    SpreadsNaN: {POISONED: "NaN or infinity in unseen places changes the result"},
     WrongScale: {GROUPED: "out is off by"},
     Raises: {GROUPED: "ValueError: not written yet"},
     HalfPrecision: dict.fromkeys((GROUPED, CAUSAL, SINKS), "out is bfloat16 and lse float32, expected float32"),

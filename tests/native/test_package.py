@@ -99,7 +99,7 @@ def test_without_a_compiler(sources, tmp_path):
     build = sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path
     failed = run(*build, cwd=sources, check=False, PATH=str(tmp_path))
     assert failed.returncode
-    assert re.search(r"jattn-native is compiled from C\+\+, and there is no compiler '[^']*c?[g+]\+\+'", failed.stderr)
+    assert re.search(r"jattn-native is compiled from C\+\+, but there is no compiler '[^']*c?[g+]\+\+'", failed.stderr)
 
 
 @needs_compiler

@@ -1,7 +1,7 @@
 """``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
 
-This file is what the kernels refuse; they are in ``passes.py`` and ``row_sums.py``, on top of ``pipeline.py`` (the
-loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
+This file says what the kernels refuse. The kernels are in ``passes.py`` and ``row_sums.py``, on top of ``pipeline.py``
+(the loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class PallasGPU(PallasKernel):
         yield rows * columns > ENTRIES, f"{rows} by {columns} blocks are too many"
 
     def lowering_reason(self, platform: str) -> str | None:
-        """Also another GPU than Hopper's. For one that is not known, JAX compiles for a Hopper, as in an export."""
+        """Also rejects GPUs other than Hopper's. For an unknown GPU, as in an export, JAX compiles for a Hopper."""
         devices = (deferred.device(), jax.devices()[0])
         chip = next((x.compute_capability for x in devices if hasattr(x, "compute_capability")), "9.0")
         needs = "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)"

@@ -38,7 +38,7 @@ def sum_diagonals(
     names = reduction.named("diagonal_sum")
     if not names:
         return {}
-    plan = make_plan(by_key=True, shape=SIZE)  # whose masks hide queries and keys past the ends
+    plan = make_plan(by_key=True, shape=SIZE)  # its masks hide queries and keys past the ends
     tables = [_skewed(table.swapaxes(1, 2)) for table in block_table(plan.call, SIZE)]
     plan = dataclasses.replace(plan, lists=row_lists(*tables, by_key=False))
     kernel = _Diagonals(plan, Values(plan, reduction), names)
@@ -64,7 +64,7 @@ def _skewed(
 
 
 def _column(diagonal: Any, row: Any, rows: int) -> Any:
-    """The block of queries that a diagonal has beside a block of keys, ``row`` of ``rows``."""
+    """The block of queries in which a diagonal meets a block of keys, ``row`` of ``rows``."""
     return row + diagonal - (rows - 1)
 
 

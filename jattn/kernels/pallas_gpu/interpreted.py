@@ -1,4 +1,4 @@
-"""``pallas_gpu`` in Pallas' interpreter, whose callbacks have no place in a deferred operation."""
+"""Runs ``pallas_gpu`` in Pallas' interpreter, which has callbacks and so cannot run in a deferred operation."""
 
 import dataclasses
 from collections.abc import Sequence

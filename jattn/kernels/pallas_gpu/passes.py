@@ -4,7 +4,7 @@ Written in Mosaic GPU, for Hopper GPUs: products by ``wgmma`` from shared memory
 Forward as in FlashAttention-3 (https://arxiv.org/abs/2407.08608), two warpgroups in turn; backward as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), one kernel for query's gradient and one for key's and value's, with
 the rule of ``jattn._blocks.backward``. Arrays keep their order of axes and are not copied. Forward mode,
-higher orders and the gradients of arrays besides query, key and value are blockwise's.
+higher orders and the gradients of arrays other than query, key and value are blockwise's.
 """
 
 import functools

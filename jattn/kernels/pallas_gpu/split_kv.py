@@ -55,7 +55,7 @@ def unpack_gqa(x: jax.Array, T: int, num_heads: int) -> jax.Array:
 
 
 def choose_num_splits(programs: int, blocks: int) -> int:
-    """Over how many programs to deal out a row's blocks, of which there are at most ``blocks``."""
+    """The number of programs over which to deal out a row's blocks, at most ``blocks`` of them."""
     return max(1, min(PROGRAMS // programs, blocks // LEAST_BLOCKS))
 
 

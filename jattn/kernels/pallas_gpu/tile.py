@@ -25,7 +25,7 @@ LOG2E = math.log2(math.e)
 
 
 class Operands:
-    """The arrays that a kernel reads besides its rows and columns, from global memory."""
+    """The arrays that a kernel reads in addition to its rows and columns, from global memory."""
 
     def __init__(self, padded: tuple[int, int], by_key: bool):
         self.padded, self.by_key = padded, by_key
@@ -166,7 +166,7 @@ class GPUPlan:
 
 
 def make_plan(call: Call, by_key: bool, shape: tuple[int, int], interpret: Interpret, num_splits: int = 1) -> GPUPlan:
-    """The plan of a kernel whose rows are queries, or keys ``by_key``; ``shape``: a block's rows and columns.
+    """The plan of a kernel with queries as rows, or keys if ``by_key``; ``shape``: a block's rows and columns.
 
     ``num_splits``: how many programs share a row of blocks, each with results of its own.
     """

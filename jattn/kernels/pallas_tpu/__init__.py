@@ -1,7 +1,7 @@
 """``"pallas_tpu"``: our own TPU kernels, for any mask and score function of elementwise operations.
 
-This file is what the kernels refuse; they are in ``passes.py`` and ``block_sums.py``, on top of ``pipeline.py`` (the
-loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read as they lie in memory) and
+This file says what the kernels refuse. The kernels are in ``passes.py`` and ``block_sums.py``, on top of
+``pipeline.py`` (the loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read in place) and
 ``schedule.py`` (the list of blocks).
 """
 
@@ -31,9 +31,9 @@ class PallasTPU(PallasKernel):
 
     ``block_sizes``: queries and keys per block, multiples of 128; ``pipeline.make_plan`` sets the default.
     ``interpret``: run on any platform in Pallas' interpreter, for tests; True, or a ``pltpu.InterpretParams``.
-    ``in_place``: read and write ``[B,T,N,H]`` as it is, which takes no temporaries where that is the order of axes in
-    memory: in the arguments and results of a program. Between a model's layers, the compiler chooses another, which the
-    kernels read by default, and in place would cost copies. bfloat16, H of 128 and 2, 4 or a multiple of 8 heads.
+    ``in_place``: read and write ``[B,T,N,H]`` without temporaries. That pays if the axes have this order in memory, as
+    in the arguments and results of a program. Between a model's layers, the compiler chooses another order, which the
+    kernels read by default; in place would cost copies. Needs bfloat16, H of 128 and 2, 4 or a multiple of 8 heads.
     """
 
     name: ClassVar[str] = "pallas_tpu"

@@ -38,7 +38,7 @@ def _words(ref: Ref) -> Ref:
 
 
 def read(ref: Ref, head: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: from this row on it is past the end, and 0."""
+    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: this row and later ones are past the end, and 0."""
     x = _words(ref)[...]
     if rest is not None:
         x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < rest, x, jnp.int32(0))

@@ -2,7 +2,7 @@
 
 Forward and backward as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the derivative rule of
 ``jattn._blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so that of the lse is
-exact. Forward mode, higher orders and the gradients of arrays besides query, key and value are blockwise's.
+exact. Forward mode, higher orders and the gradients of arrays other than query, key and value are blockwise's.
 
 Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
 maximum and the sum over keys are elementwise operations, and the lse takes 4 bytes per query and head. A grid step

@@ -23,7 +23,7 @@ from jattn.kernels.pallas_tpu.tile import Operands, Scores
 
 Result = tuple[str, jax.ShapeDtypeStruct]  # what it belongs to, as the kinds of ``Operands``, and its type
 Scratch = Sequence[tuple[tuple[int, ...], DTypeLike]]  # shapes and dtypes
-WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector memory in the backward pass
+WIDE = 512  # with queries of at least this many bytes, LARGE blocks exceed a v5e's vector memory in the backward pass
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class TPUPlan:
         return self.settings.in_place and in_place.fits(shape, dtype, self.size[axis])
 
     def add_queries(self, array: jax.Array, dtype: DTypeLike) -> int:
-        """Adds ``[B,T,N,X]`` to the operands, whose number is returned: as ``[B,N,X,T]``, padded, or in place."""
+        """Adds ``[B,T,N,X]`` to the operands and returns its number: as ``[B,N,X,T]``, padded, or in place."""
         if self._in_place(array.shape, dtype, 0):
             return self.operands.add("queries in place", array.astype(dtype).reshape(in_place.by_pair(array.shape)))
         array = jnp.transpose(array, (0, 2, 3, 1)).astype(dtype)

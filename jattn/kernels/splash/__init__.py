@@ -41,8 +41,8 @@ def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
     """Queries and keys per block: each length in the fewest equal parts of at most 512, rounded up to whole lanes.
 
     512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and its like in its configuration). For
-    a ``head_dim`` (the larger of query's and value's) above 256, 256: a block's queries, keys, values and results must
-    fit a core's vector memory beside its scores.
+    a ``head_dim`` (the larger of query's and value's) above 256 it is 256: a block's queries, keys, values, results and
+    scores must fit a core's vector memory.
     """
     largest = LARGEST_BLOCK if head_dim <= 256 else LARGEST_BLOCK // 2
     return block_sizes(T, S, largest)

@@ -1,4 +1,4 @@
-"""JAX's splash attention for TPUs, as ``jattn.kernels.splash`` calls it: the only file that depends on its insides.
+"""Calls JAX's splash attention for TPUs, for ``jattn.kernels.splash``; the only file that depends on its internals.
 
 Splash is flash attention (https://arxiv.org/abs/2205.14135) that skips the blocks that a mask empties. Source:
 ``jax/experimental/pallas/ops/tpu/splash_attention/`` of JAX, the same functions in 0.10 and 0.12. Imported when first

@@ -1,4 +1,4 @@
-"""What ``"splash"`` makes of a call's masks: tables of blocks, masks for its kernels, and ids.
+"""Translates a call's masks for ``"splash"``: tables of blocks, masks for its kernels, and ids.
 
 What is known while tracing decides which blocks there are; within a block, masks with an interval (``Causal``,
 ``SlidingWindow``, ``Prefix`` and what joins them) are computed, and all others are read from tables of their partial
@@ -140,7 +140,7 @@ class HeadMask:
 
 @dataclasses.dataclass(frozen=True)
 class SplashPlan:
-    """What a call of the kernels needs besides arrays; hashable."""
+    """What a call of the kernels needs in addition to arrays; hashable."""
 
     masks: tuple[HeadMask, ...]  # one for all heads, or one for each
     size: tuple[int, int]
