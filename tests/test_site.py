@@ -3,8 +3,10 @@
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import urllib.parse
 from pathlib import Path
 
@@ -15,18 +17,38 @@ from tests.web_page import browse
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
-QUESTIONS = {  # what a stranger types, and a page among the first three results that answers it
-    "Segments": "reference/jattn.masks.Segments.html",
-    "padding mask": "reference/jattn.masks.Padding.html",
-    "decode": "flax.html#decode",
-    "which heads copy": "looking-inside.html",
-    "out of memory": "long-context.html",
-    "custom mask": "masks.html",
-    "TPU": "accelerators.html",
-    "KV cache": "flax.html",  # and words that docs/site/words.toml brings
-    "GQA": "flax.html",
-    "attention weights": "reference/jattn.attention_weights.html",
-    "visualize attention": "report.html",
+QUESTIONS = {  # what a stranger types, and the first results that answer it
+    "how do I mask padding": ["masks.html#padding-mask"],
+    "bfloat16 gradients": ["long-context.html#how-exact-are-gradients-in-bfloat16"],
+    "attention sinks": ["recipes/softmax-off-by-one.html"],
+    "get attention weights from a fused kernel": ["answers.html#attention-weights-with-fused-attention"],
+    "cross attention cache": ["flax.html#cross-attention-with-a-cache"],
+    "out of memory": ["long-context.html#out-of-memory"],
+    "left padding": ["flax.html#decode", "how-to.html#measure-a-left-padded-batch"],
+    "sliding window mistral": ["masks.html#window-sizes", "reference/jattn.masks.SlidingWindow.html"],
+    "which head copies": ["looking-inside.html#which-heads-copy"],
+    "packed sequences": ["recipes/packed-documents.html"],
+    "convert pytorch multiheadattention": ["how-to.html#convert-a-pytorch-multiheadattention"],
+    "grouped query": ["flax.html#additional-options"],
+    "flash attention flax": ["answers.html#flash-attention-in-flax"],
+    "logit lens": ["how-to.html#logit-lens"],
+    "edge attribution": ["circuits.html", "reference/jattn.circuits.edge_attribution.html"],
+    "gguf gemma": ["flax.html#gguf-files"],
+    "muon": ["recipes/muon.html"],
+    "nan": ["answers.html#no-nan-from-fully-masked-rows"],
+    "explicit sharding": ["how-to.html#train-on-several-devices-with-explicit-data-parallelism", "scale.html"],
+    "cite": ["running.html#cite-a-run"],
+}
+MORE_QUESTIONS = {  # others, whose answer is among the first three results
+    "Segments": ["reference/jattn.masks.Segments.html"],
+    "padding mask": ["reference/jattn.masks.Padding.html"],
+    "decode": ["flax.html#decode"],
+    "custom mask": ["masks.html"],
+    "TPU": ["accelerators.html"],
+    "KV cache": ["flax.html"],
+    "GQA": ["flax.html"],
+    "attention weights": ["reference/jattn.attention_weights.html"],
+    "visualize attention": ["report.html"],
 }
 
 
@@ -108,13 +130,65 @@ def test_no_page_is_large(site):
         assert sum(file.stat().st_size for file in loaded if file.exists()) < 5e6, page.name
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_the_search_answers_without_a_server(site, tmp_path, question):
-    dom, console = browse(site / "search.html", tmp_path, address="?q=" + urllib.parse.quote(question))
-    results = re.search(r'id="search-results">(.*)', dom, re.DOTALL)[1]
-    first = [html.unescape(link).partition("?")[0] for link in re.findall(r'<li[^>]*><a href="([^"]+)"', results)[:3]]
-    assert any(link.startswith(QUESTIONS[question]) for link in first), first
-    assert not console
+ASK = """<script>addEventListener("load", () => {
+  const pre = document.createElement("pre");
+  pre.id = "verdict";
+  pre.textContent = JSON.stringify(%s.map((query) => {
+    show(query);
+    return [...document.querySelectorAll("#search-results a")].slice(0, 3).map((link) => link.getAttribute("href"));
+  }));
+  document.body.append(pre);
+});</script>"""
+
+
+@pytest.fixture(scope="module")
+def answers(site, tmp_path_factory):
+    """The first three results of every query, as the page of the search ranks them."""
+    queries = [*QUESTIONS, *MORE_QUESTIONS]
+    page = site / "search-driven.html"
+    text = (site / "search.html").read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", ASK % json.dumps(queries) + "</body>"), encoding="utf-8")
+    try:
+        dom, console = browse(page, tmp_path_factory.mktemp("search"))
+    finally:
+        page.unlink()
+    assert not console, console
+    found = json.loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1]))
+    return dict(zip(queries, found, strict=True))
+
+
+def test_the_search_puts_the_answer_first(answers):
+    missed = {
+        question: answers[question]
+        for question, right in QUESTIONS.items()
+        if not answers[question][0].startswith(tuple(right))
+    }
+    assert len(missed) <= 2, missed
+
+
+def test_no_question_is_answered_by_its_own_entry():
+    words = tomllib.loads((ROOT / "docs" / "site" / "words.toml").read_text(encoding="utf-8"))
+    phrases = {phrase.lower() for phrases in words["places"].values() for phrase in phrases}
+    assert not phrases & QUESTIONS.keys()
+    scripts = "".join(
+        (ROOT / "docs" / "site" / name).read_text(encoding="utf-8") for name in ("search.py", "static/search.js")
+    )
+    assert not [question for question in QUESTIONS if " " in question and question in scripts.lower()]
+
+
+@pytest.mark.parametrize("question", MORE_QUESTIONS)
+def test_the_search_has_the_answer_among_the_first_three(answers, question):
+    right = tuple(MORE_QUESTIONS[question])
+    assert any(link.startswith(right) for link in answers[question]), answers[question]
+
+
+def test_the_search_answers_without_a_server(site, tmp_path):
+    """With the query in the address, as the box on every page asks."""
+    dom, console = browse(site / "search.html", tmp_path, address="?q=padding%20mask")
+    assert not console, console
+    (results,) = re.findall(r'<ol id="search-results">(.*?)</ol>', dom, re.DOTALL)
+    assert "masks.html#padding-mask" in results and "<mark>" in results
+    assert 'value="padding mask"' in dom or "sections, the best first" in dom
 
 
 # What a reader sees: nothing wider than the window, text of 14 pixels or more, and the colours of the theme.
@@ -153,3 +227,50 @@ def test_a_page_is_readable_at_any_width(site, tmp_path, width, name, night):
     assert seen["wide"] == [] and seen["small"] == 0 and seen["scroll"], seen
     background, ink = (sum(map(int, re.findall(r"\d+", seen[part])[:3])) for part in ("background", "color"))
     assert (background < ink) == night, seen
+
+
+AXE = """<script>addEventListener("load", () => setTimeout(async () => {
+  const seen = await axe.run(document, { resultTypes: ["violations"], preload: false });
+  const pre = document.createElement("pre");
+  pre.id = "verdict";
+  pre.textContent = JSON.stringify(seen.violations.filter((one) => ["serious", "critical"].includes(one.impact)).map(
+    (one) => [one.id, ...one.nodes.map((node) => node.html.slice(0, 120))]));
+  document.body.append(pre);
+}, 500));</script>"""
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    """axe-core, which finds what hinders readers with a screen reader or a keyboard alone."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm: axe-core cannot be installed")
+    folder = tmp_path_factory.mktemp("axe")
+    done = subprocess.run(["npm", "install", "--silent", "axe-core@4.14.1"], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"axe-core cannot be installed: {done.stderr[-200:]}")
+    return (
+        (folder / "node_modules" / "axe-core" / "axe.min.js")
+        .read_text(encoding="utf-8")
+        .replace("</script", "<\\/script")
+    )
+
+
+@pytest.mark.parametrize("night", [False, True], ids=["day", "night"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index", "start", "masks", "flax", "long-context", "what-to-call", "experiments", "search", "recipes/index",
+        "reference/jattn.dot_product_attention", "report-copy",
+    ],
+)  # fmt: skip
+def test_axe_finds_nothing_serious(site, tmp_path, axe, name, night):
+    page = site / f"{name}.html"
+    theme = "<script>localStorage.setItem('theme', '%s')</script>" % ("dark" if night else "light")
+    copy = page.with_name(f"{page.stem}-{night}-axe.html")
+    text = page.read_text(encoding="utf-8")
+    copy.write_text(text.replace("<head>", f"<head>{theme}<script>{axe}</script>{AXE}", 1), encoding="utf-8")
+    try:
+        dom, _ = browse(copy, tmp_path, size=(1200, 900))
+    finally:
+        copy.unlink()
+    assert json.loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1])) == []

@@ -20,7 +20,7 @@ OUT = Path(sys.argv[1] if len(sys.argv) > 1 and __name__ == "__main__" else ROOT
 SOURCE, SITE = OUT / "site-source", OUT / "site"
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments"), str(HERE)]
 
-from reference import list_modules, main_entries, searched_words, write_reference
+from reference import list_modules, write_reference
 
 from docs.site.public_api import MODULES, public_names
 from jattn_experiments.run_page.keep import PAGE, kept_page
@@ -31,6 +31,8 @@ CONTENTS = {
     "start": [],
     "guides": [
         "what-to-call",
+        "how-to",
+        "coming-from",
         "step-by-step",
         "masks",
         "flax",
@@ -42,7 +44,7 @@ CONTENTS = {
     ],
     "looking-inside": ["report", "survey", "circuits"],
     "recipes/index": ["recipes/*", "answers", "ground"],
-    "experiments": ["published", "reports"],
+    "experiments": ["running", "published", "reports", "published_log", "log"],
     "benchmarks": ["results/*/*"],
     "reference": [*(f"reference/{module}" for module in MODULES), "architecture", "extending", "project/*"],
 }
@@ -99,11 +101,13 @@ def _in_repository(path: Path) -> str:
 
 def page_files() -> dict[Path, str]:
     """Every Markdown file that becomes a page, with the page's name."""
-    pages = {file: file.stem for file in (HERE / "pages").glob("*.md")}
+    pages = {ROOT / "README.md": "index"} | {file: file.stem for file in (HERE / "pages").glob("*.md")}
     pages |= {file: str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").glob("*.md")}
     pages |= {file: f"recipes/{file.stem}" for file in (ROOT / "docs" / "recipes").glob("*.md")}
     results = ROOT / "experiments" / "results"
     pages |= {file: f"results/{file.parent.name}/{file.stem}" for file in results.glob("*/*.md")}
+    pages[ROOT / "experiments" / "published_log.md"] = "published_log"
+    pages[ROOT / "experiments" / "log.md"] = "log"
     return pages | {
         ROOT / f"{name}.md": f"project/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
     }
@@ -111,7 +115,7 @@ def page_files() -> dict[Path, str]:
 
 def stage() -> list[str]:
     """Writes every page to ``SOURCE`` with its links put right; returns what is broken."""
-    pages, problems, words, reports = page_files(), [], searched_words(), _write_reports()
+    pages, problems, reports = page_files(), [], _write_reports()
     for file, page in pages.items():
         text = file.read_text(encoding="utf-8")
         if file.parent.parent.name == "results":  # whose folder's name has machine and date
@@ -121,10 +125,10 @@ def stage() -> list[str]:
         text = _outside_code(
             text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
         )
-        text = _with_words(_with_reports(text), page, words, problems)
+        text = _with_reports(text)
         if below := list(CONTENTS) if page == "index" else CONTENTS.get(page):
             text += contents(below, set(pages.values()))
-        if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
+        if page.startswith(("project/", "results/")) or page.endswith("log"):  # they hold any word that one looks for
             text = f"---\nnosearch: true\n---\n\n{text}"
         if opened := _notebook(page):
             title, _, rest = text.partition("\n")
@@ -135,8 +139,6 @@ def stage() -> list[str]:
         target.write_text(text, encoding="utf-8")
     if not kept_runs():
         problems.append(f"no kept run has a {PAGE}: the page of live reports would be empty")
-    known = {*pages.values(), *(f"reference/{name}" for name in public_names())}
-    problems += [f"words.toml: no such page: {place}" for place in words if place.partition("#")[0] not in known]
     return problems
 
 
@@ -149,29 +151,6 @@ def _with_reports(text: str) -> str:
         return f'{heading[0]}\n\n<a href="report-{name}.html">Live report</a>' if name in kept else heading[0]
 
     return re.sub(r"^## .*\(`jattn run (\w+)`.*$", link, text, flags=re.MULTILINE)
-
-
-def _with_words(text: str, page: str, words: dict[str, list[str]], problems: list[str]) -> str:
-    """``text`` with entries of the index below its title, and above the headings that answer to them."""
-    for place, here in words.items():
-        name, _, anchor = place.partition("#")
-        if name != page:
-            continue
-        entries = f"```{{index}} {main_entries(here)}\n```"
-        headings = [line for line in re.findall(r"^##+ .*$", text, re.MULTILINE) if _slug(line) == anchor]
-        if not anchor:
-            title, _, rest = text.partition("\n")
-            text = f"{title}\n\n{entries}\n{rest}"
-        elif headings:
-            text = text.replace(f"\n{headings[0]}\n", f"\n{entries}\n\n{headings[0]}\n", 1)
-        else:
-            problems.append(f"words.toml: no such heading: {place}")
-    return text
-
-
-def _slug(heading: str) -> str:
-    """The anchor of a heading, as GitHub and MyST make it."""
-    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
 def _notebook(page: str) -> str:
@@ -212,8 +191,6 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
             return link[0]
         if path in pages:
             return f"{link['before']}{_relative(pages[path], file, pages)}.md{hash_}{anchor}{link['after']}"
-        if path.name == "README.md" and path.parent == ROOT:
-            return f"{link['before']}{_relative('index', file, pages)}.md{link['after']}"
         if path.suffix in IMAGES:
             name = _image(path)
             return f"{link['before']}{_relative(name, file, pages)}{link['after']}"

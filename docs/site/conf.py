@@ -21,6 +21,7 @@ from sphinx.util.inspect import stringify_signature
 
 import jattn
 from docs.site.public_api import public_names
+from docs.site.search import write_sections
 
 project = "jattn"
 author = "The jattn authors"
@@ -53,10 +54,10 @@ html_theme = "furo"
 html_title = f"jattn {release}"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
-html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
+html_js_files = ["site.js"]
+templates_path = [str(Path(__file__).parent / "templates")]
 html_copy_source = False
 html_show_sphinx = False
-html_show_search_summary = False  # a browser fetches no text from files
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -149,3 +150,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _link_names)
     app.connect("missing-reference", _public_reference)
+    app.connect("build-finished", write_sections)

