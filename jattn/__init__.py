@@ -6,7 +6,7 @@ Docstrings and annotations use these letters for axes::
     N query heads      K kv heads         G = N/K query heads share a kv head
     H query/key dim    D value dim        M model dim
 
-Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples assume
+The layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples assume
 ``import jax``, ``import jax.numpy as jnp``, ``import numpy as np`` and ``import jattn``.
 """
 
@@ -66,8 +66,8 @@ __all__ = [
     "unmerge",
 ]
 
-# Imported when they are first used, so that `import jattn` takes little longer than `import jax`. Flax's modules and
-# matplotlib take a while.
+# Imported on first use, so that `import jattn` takes little longer than `import jax`: Flax's modules and matplotlib are
+# slow to import.
 _LATER = ("circuits", "heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding", "testing")
 _LATER_FROM = {
     "init_multi_head": "multi_head",
@@ -75,7 +75,8 @@ _LATER_FROM = {
     "report": "reports",
     "survey": "reports",
 }
-# Where users of other libraries look for these first. Names of masks and score functions are found without a table.
+# Where users of other libraries first look for these names. Masks and score functions are found by name, without a
+# table.
 _ELSEWHERE = {
     "MultiHeadAttention": ["jattn.nnx.MultiHeadAttention", "jattn.linen.MultiHeadAttention"],
     "MultiHeadDotProductAttention": ["jattn.linen.MultiHeadDotProductAttention"],

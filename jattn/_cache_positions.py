@@ -19,14 +19,14 @@ def positions_within(
     kv_positions: Array,
     scaled: bool,
 ) -> tuple[Array, Array]:
-    """``query [B,T,N,H]`` and ``key [B,S,K,H]``, rotated so that first tokens are never ``capacity`` tokens away.
+    """``query [B,T,N,H]`` and ``key [B,S,K,H]``, rotated so that first tokens stay within ``capacity - 1`` tokens.
 
-    A query at position t is rotated by ``min(t, C-1)`` for the keys of first tokens, and by t for other keys, counted
-    from the first query's place in the cache, so that no angle grows with the text. A single query has the same
-    position for both. Several queries hold both rotations as 2H features, and each key has zeros in one half. Unless
-    the scores are ``scaled`` by a number, the query is multiplied by the square root of 2, for the default scale.
-    ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text; ``cache``: before
-    the chunk.
+    For the keys of first tokens, a query at position t is rotated by ``min(t, C-1)``; for other keys, it is rotated by
+    t, counted from the first query's place in the cache, so that no angle grows with the text. A single query has the
+    same position for both. Multiple queries hold both rotations as 2H features, and each key has zeros in one half.
+    Unless the scores are ``scaled`` by a number, the query is multiplied by the square root of 2 to match the default
+    scale. ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text; ``cache``:
+    before the chunk.
     """
     farthest = cache.capacity - 1
     length = jnp.asarray(cache.length).astype(jnp.int32)

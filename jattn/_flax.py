@@ -24,7 +24,7 @@ AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
 
 
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
-    """The cache that was saved; ``cache`` says whether it is rolling or sharded: ``flax.serialization``'s structure."""
+    """The saved cache, in ``flax.serialization``'s structure; ``cache`` tells whether it is rolling or sharded."""
     names = ("key", "value", "length")
     if saved.get("first_tokens", 0) != cache.first_tokens:
         raise ValueError(
@@ -43,7 +43,7 @@ def _saved(cache: KVCache) -> dict[str, Any]:
     return saved | ({"first_tokens": cache.first_tokens} if cache.first_tokens else {})
 
 
-# Here and not next to the class, so that `import jattn` does not import Flax.
+# Here rather than next to the class, so that `import jattn` does not import Flax.
 serialization.register_serialization_state(KVCache, _saved, _restored)
 
 
@@ -63,8 +63,9 @@ def attend_as_flax(
     """``attend_heads`` with Flax's arguments: a mask array of any dtype, and dropout unless ``deterministic``.
 
     ``input_positions`` apply to ``position`` only, as in Flax. Masks, score functions and dropout see slots, so that
-    tables of documents and windows stay valid for positions that start again. If there are not as many keys as queries,
-    they also say where the queries are among the keys. ``options`` and the result are those of ``attend_heads``.
+    document tables and windows stay valid when positions restart. If the numbers of keys and queries differ,
+    ``input_positions`` also locate the queries among the keys. ``options`` and the result are the same as for
+    ``attend_heads``.
     """
     query, key, value = common_dtype(query, key, value, dtype)
     if deterministic or dropout_rate == 0.0:
@@ -101,7 +102,7 @@ def weights_as_flax(
 ) -> tuple[Array, Array]:
     """The weights ``[..., N, T, S]`` of ``attend_as_flax`` before and after dropout, float32 (float64 for float64).
 
-    ``options`` are those of ``attend_as_flax``.
+    ``options`` are the same as for ``attend_as_flax``.
     """
     off: dict[str, Any] = {"deterministic": True, "dropout_rate": 0.0, "dropout_rng": None}
     _, weights = attend_as_flax(query, key, key, return_weights=True, **off, **options)
@@ -109,7 +110,7 @@ def weights_as_flax(
         return weights, weights
     if dropout_rate == 1.0:
         return weights, jnp.zeros_like(weights)
-    # With equal weights and the identity for values, the output shows which weights are kept.
+    # With equal weights and identity values, the output shows which weights are kept.
     alike = {"dtype": options["dtype"], "broadcast_dropout": options["broadcast_dropout"], "mask": None}
     if "input_positions" in options:
         alike |= {"input_positions": options["input_positions"], "position": lambda x, positions: x}
@@ -121,12 +122,12 @@ def weights_as_flax(
 
 
 def own_options(module: Any) -> dict[str, Any]:
-    """The options of a module that an ``attention_fn`` takes by the same names."""
+    """The module options that an ``attention_fn`` takes under the same names."""
     return {name: getattr(module, name) for name in ("dropout_rate", "broadcast_dropout", "dtype", "precision")}
 
 
 def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
-    """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
+    """The checked options of a module's call, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
     for name in options.keys() - known:
         meant = unknown_keyword(name, ["mask", "is_causal", "sow_weights", *known])
@@ -161,12 +162,12 @@ def _names(path: tuple) -> list[str]:
 
 
 def is_float_array(x: Any) -> bool:
-    """Whether ``x`` is a floating-point array, which is learned."""
+    """Whether ``x`` is a floating-point array and therefore learned."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 class Sow(NamedTuple):
-    """What a call sows into a collection of its module."""
+    """The values that a call sows into a collection of its module."""
 
     weights: bool
     heads: bool
@@ -204,7 +205,7 @@ def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None)
 
 
 def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
-    """Whether dropout is off. The call overrides the constructor; one of them must say."""
+    """Whether dropout is off. The call overrides the constructor; one of them must set it."""
     if dropout_rate == 0.0:
         return True
     chosen = at_construction if at_call is None else at_call
@@ -214,7 +215,7 @@ def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construct
 
 
 def head_dims(num_heads: int, num_kv_heads: int | None, qkv_features: int, value_dim: int | None):
-    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError if they do not divide."""
+    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError unless they divide evenly."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if qkv_features % num_heads or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -237,7 +238,7 @@ def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
 def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     """Flax's protocol for an ``attention_fn`` that takes no cache: ``(key, value, mask, cache)``.
 
-    Key and value contain all slots, and the mask array lets each token see the slots up to its own.
+    Key and value contain all slots, and the mask array lets each token see slots up to its own.
     """
     if callable(mask):
         raise ValueError("a custom attention_fn decodes with Flax's mask arrays; pass the mask as an array")
@@ -251,7 +252,7 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
 
 
 def refuse_extras(attention_fn: AttentionFunction, **extras: Any) -> None:
-    """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
+    """Raises if given options beyond Flax's keywords, which a custom ``attention_fn`` would not receive."""
     names = [name for name, value in extras.items() if value is not None]
     if names:
         raise ValueError(

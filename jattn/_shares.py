@@ -1,7 +1,7 @@
 """Shards the slots of arrays ``[B,C,K,...]`` over the devices of a mesh, for sharded key-value caches.
 
-A ``NamedSharding`` names the mesh axes of B, C and K; further axes are whole. Each function moves tokens between the
-devices as far as needed and never puts all slots, or a whole chunk that was sharded, on one device.
+A ``NamedSharding`` names the mesh axes of B, C and K; further axes are whole. Each function moves tokens between
+devices only as far as needed and never puts all slots, or a whole sharded chunk, on one device.
 """
 
 import functools
@@ -24,7 +24,7 @@ def axes_of(sharding: NamedSharding) -> MeshAxes:
 
 
 def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: int) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless arrays of these sizes can be shared out like that."""
+    """Raises ``TypeError`` or ``ValueError`` unless arrays of these sizes can be sharded this way."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise TypeError(
             f"sharding must be a jax.sharding.NamedSharding of a mesh of devices, such as NamedSharding(mesh, "
@@ -43,11 +43,11 @@ def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: in
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Array:
-    """``jnp.zeros``; if sharded, each device makes its own part, also inside ``jit`` and on both kinds of meshes."""
+    """``jnp.zeros``; if sharded, each device creates its own part, even inside ``jit``, on both kinds of meshes."""
     return jnp.zeros(shape, dtype) if sharding is None else _sharded_zeros(shape, dtype, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that an eager call compiles once
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # an eager call compiles once
 def _sharded_zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     part = sharding.shard_shape(shape)
     named = [name for names in sharding.spec if names for name in ((names,) if isinstance(names, str) else names)]
@@ -58,11 +58,11 @@ def _sharded_zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) 
 def put(
     sharding: NamedSharding, sharded: bool, in_a_row: bool, held: Sequence[Array], chunk: Sequence[Array], slots: Array
 ) -> list[Array]:
-    """Each array of ``held`` with the tokens of ``chunk [B,L,...]`` at ``slots [B|1,L]``; from slot C on, none are put.
+    """Each array of ``held`` with the tokens of ``chunk [B,L,...]`` at ``slots [B|1,L]``, except at slots from C on.
 
     Args:
-        sharded: the chunk is sharded over the axes of the slots, if L divides; otherwise every device has all of it.
-            The parts of a sharded chunk pass from device to device, as far as any token has to go.
+        sharded: the chunk is sharded over the axes of the slots, if L is divisible; otherwise every device has all of
+            it. The parts of a sharded chunk pass from device to device, as far as any token has to go.
         in_a_row: the slots of each sequence are consecutive.
     """
     axes, L, C = axes_of(sharding), slots.shape[1], held[0].shape[1]
@@ -88,7 +88,7 @@ def put(
 
         def hop(carry: tuple, step: Array) -> tuple[tuple, None]:
             held, part = carry
-            # After the last hop, a device puts the same part again, so that ``held`` need not pass through a branch.
+            # After the last hop, a device writes the same part again, so that ``held`` need not pass through a branch.
             part = jax.lax.cond(step <= hops, send, lambda part: part, part)
             return (put_part(held, *part), part), None
 
@@ -106,7 +106,7 @@ def put(
 def join(sharding: NamedSharding, held: Array, chunk: Array, fill: Any = 0) -> Array:
     """``held [B,C,...]`` and ``chunk [B,L,...]`` in one array: each device has its own slots, then a part of the chunk.
 
-    The chunk is filled up with ``fill`` to a length that divides.
+    The chunk is padded with ``fill`` to a divisible length.
     """
     axes = axes_of(sharding)
     missing = -chunk.shape[1] % axes.parts("keys")
@@ -116,17 +116,17 @@ def join(sharding: NamedSharding, held: Array, chunk: Array, fill: Any = 0) -> A
 
 
 def _put_rows(old: Array, x: Array, slots: Array) -> Array:
-    """``old [B,c,...]`` with the tokens ``x [B,L,...]`` at those of ``slots [B|1,L]`` that it has."""
-    slots = jnp.where(slots >= 0, slots, old.shape[1])  # a negative one counts from the end
+    """``old [B,c,...]`` with the tokens ``x [B,L,...]`` written to those of ``slots [B|1,L]`` that it contains."""
+    slots = jnp.where(slots >= 0, slots, old.shape[1])  # negative slots count from the end
     return old.at[np.arange(old.shape[0])[:, None], slots].set(x, mode="drop")
 
 
 def _put_run(old: Array, x: Array, slots: Array) -> Array:
-    """The same for consecutive slots: one slice is read and written, not a row for each token."""
+    """The same for consecutive slots: one slice is read and written instead of a row per token."""
 
     def put_from(old: Array, x: Array, first: Array) -> Array:
         size = min(x.shape[1], old.shape[1])
-        before = jnp.clip(-first, 0, x.shape[1] - size)  # tokens that other devices have
+        before = jnp.clip(-first, 0, x.shape[1] - size)  # tokens on other devices
         x, first = jax.lax.dynamic_slice_in_dim(x, before, size, 1), first + before
         start = jnp.clip(first, 0, old.shape[1] - size)
         tokens = start - first + jnp.arange(size, dtype=jnp.int32)

@@ -73,15 +73,15 @@ def dot_product_attention(
     """``softmax(scale * query key^T + bias, masked) value`` for every head: ``jax.nn.dot_product_attention`` and more.
 
     ``mask`` functions, ``score_mod``, ``is_causal``, ``local_window_size`` and dropout see positions. A position is the
-    slot unless ``query_positions`` / ``kv_positions`` say otherwise. Arrays (``bias``, ``mask``) and sequence lengths
-    are indexed by slot.
+    slot unless ``query_positions`` or ``kv_positions`` is given. Arrays (``bias``, ``mask``) and sequence lengths are
+    indexed by slot.
 
     Args:
         query: ``[B,T,N,H]`` or ``[T,N,H]``, floating.
         key, value: ``[B,S,K,H]`` and ``[B,S,K,D]`` (or without B), in query's dtype; N is a multiple of K.
-        bias: floats added to the scores. They broadcast to ``[B,N,T,S]``; rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
-        mask: True where a query sees a key. A bool array with shapes like ``bias``, a ``jattn.masks.Mask``, or a
-            function ``(b, h, q_idx, kv_idx) -> bool``.
+        bias: floats added to the scores, broadcastable to ``[B,N,T,S]``; rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
+        mask: True where a query sees a key. A bool array shaped like ``bias``, a ``jattn.masks.Mask``, or a function
+            ``(b, h, q_idx, kv_idx) -> bool``.
         scale: factor on the scores; ``1 / sqrt(H)`` by default.
         is_causal: a query sees keys at or before its own position. If T differs from S, the mask is aligned top-left,
             as in ``jax.nn`` and PyTorch. For flash-attn's bottom-right alignment, also pass
@@ -95,13 +95,13 @@ def dot_product_attention(
         return_residual: also return the log-sum-exp of each row of scores.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, applied to ``scale * q·k + bias`` before the mask.
         query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, and ``[S]`` or ``[B,S]``; by default 0, 1, 2, ...
-            They must fit int32; traced values outside are clipped.
-        sinks: floats ``[N]``, each head's score for attending to nothing. It adds to the softmax's denominator and the
-            lse. Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
-        dropout_rate: the probability of dropping a weight, in [0, 1], known while tracing.
+            They must fit in int32; traced values outside its range are clipped.
+        sinks: floats ``[N]``, each head's score for attending to nothing. It is included in the softmax's denominator
+            and the lse. Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
+        dropout_rate: the probability of dropping a weight, in [0, 1], known at trace time.
         dropout_rng: a key from ``jax.random.key``, required if the rate is not 0. A hash of this key and (b, h, q, kv)
             decides whether a weight is dropped.
-        broadcast_dropout: drop the same pairs (q, kv) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         precision: the ``jax.lax.Precision`` of both products, or what ``jax.numpy.einsum`` takes for it.
 
     Returns:
@@ -145,9 +145,10 @@ def attend_in_stack(
     sinks: ArrayLike | None = None,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """``dot_product_attention`` with its residual, for a key and a value that are a layer of ``stack``.
+    """``dot_product_attention`` with its residual, where key and value are a layer of ``stack``.
 
-    Derivatives are those of key and value. They do without the stack, which would be kept for each layer.
+    Derivatives are with respect to key and value. They do not use the stack, which would otherwise be kept for each
+    layer.
     """
     call = dataclasses.replace(make_call(query, key, value, **options), stack=stack)
     arrays, join = split_arrays(call)
@@ -180,17 +181,17 @@ def attention_weights(
 ) -> Array:
     """The weights ``[B,N,T,S]`` (or ``[N,T,S]``) of ``dot_product_attention``, before dropout; float32 (or float64).
 
-    Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory is O(N·T·S). Computing the
-    weights leaves the output of ``dot_product_attention`` bit-identical.
+    Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory use is O(N·T·S). Computing
+    the weights leaves the output of ``dot_product_attention`` bit-identical.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]`` (or without B), floating, of one dtype.
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         sinks: floats ``[N]``, each head's score for attending to nothing.
-        options: the other keywords of ``dot_product_attention`` that change weights: ``scale``, ``score_mod``,
-            ``is_causal``, ``local_window_size``, ``query_seq_lengths``, ``key_value_seq_lengths``,
-            ``query_positions``, ``kv_positions``, ``precision``.
+        options: the other keywords of ``dot_product_attention`` that change the weights: ``scale``, ``score_mod``,
+            ``is_causal``, ``local_window_size``, ``query_seq_lengths``, ``key_value_seq_lengths``, ``query_positions``,
+            ``kv_positions``, ``precision``.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
@@ -222,23 +223,23 @@ def fold_weights(
 ) -> Any:
     """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory, at any length.
 
-    Each block that is not empty updates the carry: ``carry = step(carry, weights, q_idx, kv_idx)``. The
-    ``weights [t,s]`` are those of ``attention_weights``, in float32 (float64 for float64 input). ``q_idx [t,1]`` and
-    ``kv_idx [1,s]`` are the slots of the block's rows and columns.
+    Each nonempty block updates the carry: ``carry = step(carry, weights, q_idx, kv_idx)``. The ``weights [t,s]`` are
+    the same as from ``attention_weights``, in float32 (float64 for float64 input). ``q_idx [t,1]`` and ``kv_idx [1,s]``
+    are the slots of the block's rows and columns.
 
-    - The order and size of the blocks are unspecified, and blocks that the mask empties are skipped. So a step must
-      leave the carry unchanged where weights are 0.
-    - The last blocks may extend past T and S. Weights are 0 there and the slots are out of range: ``x.at[q_idx].add``
+    - The order and size of the blocks are unspecified, and blocks emptied by the mask are skipped. A step must
+      therefore leave the carry unchanged where weights are 0.
+    - The last blocks may extend past T and S. There, weights are 0 and slots are out of range: ``x.at[q_idx].add``
       drops them, and ``x[q_idx]`` reads the last entry.
-    - If a step only adds to the carry, reverse mode also takes linear memory: no block is saved.
+    - If a step only adds to the carry, reverse mode takes linear memory as well: no block is saved.
 
     Args:
         step: ``(carry, weights, q_idx, kv_idx) -> carry``; arrays that it captures are differentiated.
         init: the initial carry of each head, any pytree of arrays.
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]`` (or without B), floating, of one dtype.
         lse: ``[B,T,N]`` (or ``[T,N]``), from ``return_residual=True``; computed if None. With the lse of a call with
-            sinks, rows sum to the share that the sinks leave.
-        implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
+            sinks, rows sum to the share left by the sinks.
+        implementation: a ``jattn.kernels.blockwise.Blockwise`` with custom block sizes.
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         options: the keywords of ``attention_weights`` except ``sinks``, such as ``scale`` and ``is_causal``.
@@ -250,7 +251,7 @@ def fold_weights(
         ValueError, TypeError: an argument has the wrong shape or dtype, or a step changes its carry's shapes or dtypes.
 
     Example:
-        The weight that each key receives. A sum over keys would be ``carry.at[q_idx[:, 0]].add(weights.sum(1))``.
+        The total weight received by each key. A sum over keys would be ``carry.at[q_idx[:, 0]].add(weights.sum(1))``.
 
         >>> def received(carry, weights, q_idx, kv_idx):
         ...     return carry.at[kv_idx[0]].add(weights.sum(0))
@@ -272,7 +273,7 @@ def fold_weights(
     init = jax.tree.map(jnp.asarray, init)
     leaves, structure = jax.tree.flatten(init)
 
-    def fold(call: Call, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
+    def fold(call: Call, *data: Array) -> Any:  # on a mesh, sharded arrays must be arguments
         start, rest = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
         return (implementation or Blockwise()).fold_weights(call, step_on_logs, start, rest[0] if rest else None)
 
@@ -295,18 +296,19 @@ def explain(
 ) -> str:
     """Says which implementation ``dot_product_attention`` picks for these arguments, and why it rejects the others.
 
-    With a mask, the text also says what share of the score matrix the forward pass computes (the mean over sequences)
-    and the block size, if the implementation reports them. Blocks that traced arrays in a mask empty are known only
-    when the call runs; in an eager call, every array counts as traced. Under ``jit``, NumPy arrays are known.
+    With a mask, the text also gives the share of the score matrix computed by the forward pass (averaged over
+    sequences) and the block size, if the implementation reports them. Blocks emptied by traced arrays in a mask are
+    known only when the call runs; in an eager call, every array counts as traced. Under ``jit``, NumPy arrays are
+    known.
 
-    For an ``implementation`` from ``jattn.sharding`` the text says what the mesh divides, how many bytes a device sends
-    in one call, and what each device runs.
+    For an ``implementation`` from ``jattn.sharding``, the text says what the mesh divides, how many bytes a device
+    sends per call, and what each device runs.
 
     Args:
         query, key, value, bias, mask, options: the arguments of ``dot_product_attention``. Any array may be a
             ``jax.ShapeDtypeStruct``.
-        implementation: ask about this name or object; None asks what jattn would pick.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, present or not; by default the text covers all three.
+        implementation: ask about this name or object; None asks which one jattn would pick.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whether present or not; by default, the text covers all three.
         return_residual: accepted so that a call's arguments can be passed on; it does not affect the choice.
 
     Returns:
@@ -350,5 +352,5 @@ def _explain(
 
 
 def _check_value(value: Any) -> None:
-    if value is None:  # which make_call takes for attention_weights
+    if value is None:  # as make_call expects for attention_weights
         raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone, use attention_weights")

@@ -21,23 +21,23 @@ from jattn.masks import Mask, Prefix, SlidingWindow
 
 @pytree_dataclass
 class KVCache:
-    """The KV cache: keys and values of the tokens so far, in C slots for each sequence; a pytree.
+    """The KV cache: keys and values of the tokens so far, in C slots per sequence; a pytree.
 
     The token at position p is in slot p. In a ``rolling`` cache it is in slot ``p mod C`` and replaces the token C
     positions before it. Queries never see empty slots. ``flax.serialization`` saves and restores a cache once
     ``jattn.nnx`` or ``jattn.linen`` is imported.
 
-    A scan over layers can carry one cache of all layers: ``dataclasses.replace(cache, layer=i)``. A call then reads
-    layer i, writes only its new tokens, and returns the cache of all layers. On CPUs, ``"native"`` (head dims that are
-    multiples of 16) and ``"decode"`` read the layer in place, chunk by chunk: no layer is copied, and empty slots cost
-    nothing.
+    A scan over layers can carry a single cache for all layers: ``dataclasses.replace(cache, layer=i)``. A call then
+    reads layer i, writes only its new tokens, and returns the cache for all layers. On CPUs, ``"native"`` (head dims
+    that are multiples of 16) and ``"decode"`` read the layer in place, chunk by chunk: no layer is copied, and empty
+    slots cost nothing.
 
     Attributes:
         key, value: ``[B,C,K,H]`` and ``[B,C,K,D]``, or ``[L,B,C,K,H]`` and ``[L,B,C,K,D]`` for all layers.
-        length: the number of tokens so far, which is the position of the next; integers of 32 or 64 bits, ``[B]``, or
+        length: the number of tokens so far, which is the position of the next token; 32- or 64-bit integers ``[B]``, or
             ``[]`` if shared. It keeps its dtype; ``rewind`` lowers it.
         rolling: new tokens replace the oldest, so the cache is never full.
-        sharding: the ``NamedSharding`` of B, C and K over a mesh, None for none (``init_cache``).
+        sharding: the ``NamedSharding`` of B, C and K over a mesh, or None (``init_cache``).
         layer: the index of the layer to use, traced or not; None if the cache holds one layer.
         first_tokens: F. A rolling cache keeps the first F tokens and the last C - F, and layers count ``position``
             within the cache (``init_cache``).
@@ -72,7 +72,7 @@ class KVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Whether more tokens were appended than fit, or rewound than there were; bool, shaped like ``length``.
+        """Whether more tokens were appended than fit, or removed than were present; bool, shaped like ``length``.
 
         The outputs of such a sequence are NaN.
         """
@@ -80,7 +80,7 @@ class KVCache:
 
     @property
     def _held(self) -> tuple[Any, Any]:
-        """Keys and values ``[B,C,K,H]``, of the one layer."""
+        """Keys and values ``[B,C,K,H]`` of the selected layer."""
         if self.layer is None:
             return self.key, self.value
         key, value = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (self.key, self.value))
@@ -88,7 +88,7 @@ class KVCache:
 
     @property
     def _length(self) -> Array:
-        """``length`` as int32, like positions. With fewer bits, it would wrap around to a length that fits."""
+        """``length`` as int32, like positions. With fewer bits, it would wrap around to a valid length."""
         length = jnp.asarray(self.length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.dtype.itemsize < 4:
             raise TypeError(f"length of a cache must be integers of 32 or 64 bits, got {length.dtype}")
@@ -96,11 +96,11 @@ class KVCache:
 
     @property
     def _turn(self) -> int:
-        """The number of slots that are used in turn: all but those of the first tokens."""
+        """The number of slots used in rotation: all but the slots of the first tokens."""
         return self.capacity - self.first_tokens
 
     def _slots(self, positions: Array) -> Array:
-        """Where a rolling cache has the tokens at these positions."""
+        """The slots in which a rolling cache holds the tokens at these positions."""
         first = self.first_tokens
         if not first:
             return positions % self.capacity
@@ -108,7 +108,7 @@ class KVCache:
 
     @property
     def slot_positions(self) -> Array | None:
-        """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; None if it is the slot."""
+        """The position of each slot's token, ``[B|1, C]``, negative in empty slots; None if positions equal slots."""
         if not self.rolling:
             return None
         last, slots = jnp.reshape(self._length, (-1, 1)) - 1, np.arange(self.capacity, dtype=np.int32)[None, :]
@@ -122,7 +122,7 @@ class KVCache:
         """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``.
 
         ``valid``: bool ``[B,tokens]``, which tokens are real; the others get -1. Tokens that do not fit get the
-        position of the last slot. Its value is NaN, so even a sliding window shows the overflow.
+        position of the last slot, whose value is NaN, so even a sliding window shows the overflow.
         """
         length, last = self._length[..., None], np.iinfo(np.int32).max if self.rolling else self.capacity - 1
         if valid is None:
@@ -133,17 +133,18 @@ class KVCache:
         return jnp.where(valid, jnp.minimum(positions, last), -1)
 
     def rewind(self, tokens: ArrayLike) -> "KVCache":
-        """A cache without the last ``tokens``, such as rejected ones in speculative decoding.
+        """A cache without the last ``tokens``, such as those rejected in speculative decoding.
 
-        A rolling cache has lost the tokens that the removed ones replaced, and queries that would see them get NaN. So
-        choose a capacity of at least ``left`` of the ``SlidingWindow`` plus the most tokens that you will remove at
-        once. Takes O(1) time, or O(capacity) in a rolling cache, which marks the lost slots.
+        A rolling cache has lost the tokens replaced by the removed ones, and queries that would see the lost tokens get
+        NaN. Choose a capacity of at least the ``SlidingWindow``'s ``left`` plus the most tokens by which ``length``
+        falls below its largest value so far. Takes O(1) time, or O(capacity) in a rolling cache, which marks the lost
+        slots.
 
         Args:
             tokens: integers ``[B]``, or one for all sequences.
 
         Raises:
-            ValueError: ``tokens`` are not such integers, or the cache does not hold so many. Where ``jit`` hides the
+            ValueError: ``tokens`` are not such integers, or the cache holds fewer tokens. Where ``jit`` hides the
                 numbers, no error is raised: the sequence counts as ``overflowed`` and its outputs stay NaN.
 
         Example:
@@ -165,7 +166,7 @@ class KVCache:
         rewound = dataclasses.replace(self, length=length.astype(jnp.result_type(self.length)))
         if (positions := self.slot_positions) is None:
             return rewound
-        # By position, these slots now stand for tokens that they no longer hold.
+        # By position, these slots now stand for tokens they no longer hold.
         lost = positions >= jnp.reshape(length, (-1, 1))
         lost = jnp.reshape(lost, (1,) * (self.key.ndim - 4) + (*lost.shape, 1, 1))
         key, value = (jnp.where(lost, jnp.nan, x) for x in (self.key, self.value))
@@ -196,18 +197,18 @@ def init_cache(
         rolling: keep the last ``capacity`` tokens and drop older ones; a rolling cache is never full.
         first_tokens: F. A rolling cache keeps the first F tokens and the last ``capacity - F``, so that a model that
             attends to its first tokens can generate without end (StreamingLLM, https://arxiv.org/abs/2309.17453). The
-            cache holds keys before ``position``, which must be a ``Rotary``, and layers apply it with positions counted
-            within the cache: the distance to a first token is at most ``capacity - 1``, and other distances are those
-            in the text. Masks and score functions see positions in the text. Each call rotates a copy of the C keys;
-            a call of several tokens computes scores with twice the head dim.
+            cache holds keys before ``position``, which must be a ``Rotary``, is applied. Layers apply it with positions
+            counted within the cache: the distance to a first token is at most ``capacity - 1``, and all other distances
+            are as in the text. Masks and score functions see positions in the text. Each call rotates a copy of the C
+            keys; a call with several tokens computes scores with twice the head dim.
         sharding: the mesh axes over which B, C and K are sharded, such as ``NamedSharding(mesh, PartitionSpec(None,
-            "sequence"))``. Each device then holds its share of the slots. ``append`` writes in place, and layers attend
-            in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
+            "sequence"))``. Each device then holds its share of the slots. ``append`` writes in place and layers attend
+            in place (``jattn.sharding.SplitKeys``), so no device ever holds the whole cache.
 
     Raises:
         TypeError: ``dtype`` is not floating; ``sharding`` is not a ``NamedSharding`` of a mesh of devices.
-        ValueError: ``sharding`` names an axis for head_dim, or B, C or K is not a multiple of its devices;
-            ``first_tokens`` is not less than ``capacity``, or the cache does not roll, or is sharded.
+        ValueError: ``sharding`` names an axis for head_dim, or B, C or K is not a multiple of its number of devices;
+            ``first_tokens`` is not less than ``capacity``, or is given for a cache that is not rolling or is sharded.
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
@@ -249,7 +250,7 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
     Raises:
         ValueError: shapes do not match, ``cache.layer`` does not exist, or the tokens exceed the capacity. Where
             ``jit`` hides the length, no error is raised: the chunk's values and the last slot become NaN, all later
-            outputs of layers for this sequence are NaN, and the result's ``overflowed`` is True.
+            layer outputs for this sequence are NaN, and the result's ``overflowed`` is True.
         TypeError: ``cache.length`` does not hold integers of at least 32 bits.
 
     Example:
@@ -265,10 +266,11 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
 def append_chunk(
     cache: KVCache, key: ArrayLike, value: ArrayLike, valid: ArrayLike | None, sharded: bool = False
 ) -> KVCache:
-    """``append``; ``sharded``: the chunk's tokens are sharded like the slots of the cache, if L divides."""
+    """``append``; ``sharded``: the chunk's tokens are sharded like the cache's slots, if L is divisible."""
     _check_layer(cache)
     if cache.layer is not None and (cache.sharding is not None or (cache.rolling and jnp.shape(key)[1] > 1)):
-        # A chunk of a rolling cache attends to what it replaces, so a layer is copied before its slots are written.
+        # A chunk of a rolling cache attends to tokens that it replaces, so a layer is copied before its slots are
+        # written.
         one = dataclasses.replace(cache, **dict(zip(("key", "value"), cache._held, strict=True)), layer=None)
         one = append_chunk(one, key, value, valid, sharded)
         pairs = (cache.key, one.key), (cache.value, one.value)
@@ -291,16 +293,16 @@ def append_chunk(
     if not cache.rolling:
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
-    # The sequences of all layers; this layer's are a slice of them.
+    # The sequences of all layers, of which this layer's sequences are a slice.
     chunk, both = (key, value), (cache.key, cache.value)
     held = tuple(jnp.reshape(old, (math.prod(old.shape[:-3]), *old.shape[-3:])) for old in both)
     in_a_row, row = valid is None and not cache.rolling, 0 if cache.layer is None else cache.layer * B
     if in_a_row and cache.sharding is not None:
-        # Of tokens that do not fit, the first is at the last slot.
+        # The first token that does not fit goes to the last slot.
         first = jnp.reshape(jnp.minimum(cache._length, cache.capacity - 1), (-1, 1))
         slots = first + np.arange(L, dtype=np.int32)[None]
         key, value = shares.put(cache.sharding, sharded, True, held, chunk, slots)
-    # One slice, not a scatter by rows, which a longer chunk would not be.
+    # One slice instead of a scatter by rows, as a longer chunk would need.
     elif in_a_row and jnp.size(cache.length) == 1 and L <= cache.capacity:
         first = jnp.reshape(cache._length, ())
         key, value = (jax.lax.dynamic_update_slice(old, x, _at(row, first)) for old, x in zip(held, chunk, strict=True))
@@ -316,7 +318,7 @@ def append_chunk(
         rows = row + np.arange(B)[:, None]
         if cache.sharding is not None:
             key, value = shares.put(cache.sharding, sharded, False, held, chunk, slots)
-        elif (B, L) == (1, 1):  # XLA makes a scatter of one token a choice between two whole arrays
+        elif (B, L) == (1, 1):  # XLA turns a one-token scatter into a select between whole arrays
             key, value = (_put_one(old, x, row, slots[0, 0]) for old, x in zip(held, chunk, strict=True))
         else:
             key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in zip(held, chunk, strict=True))
@@ -325,7 +327,7 @@ def append_chunk(
 
 
 def _check_layer(cache: KVCache) -> None:
-    """Raises ValueError unless keys are ``[B,C,K,H]``, or ``[L,B,C,K,H]`` with the index of a layer."""
+    """Raises ValueError unless keys are ``[B,C,K,H]``, or ``[L,B,C,K,H]`` with a layer index."""
     shape, layer = list(cache.key.shape), cache.layer
     if layer is None and len(shape) != 4:
         hint = "; a cache of all layers needs layer=, the index of this one" if len(shape) == 5 else ""
@@ -337,12 +339,12 @@ def _check_layer(cache: KVCache) -> None:
 
 
 def _at(row: Any, slot: Array) -> list[Array]:
-    """Where a slice of a cache begins."""
+    """The start indices of a cache slice."""
     return [jnp.asarray(x, jnp.int32) for x in (row, slot, 0, 0)]
 
 
 def _put_one(held: Array, x: Array, row: Any, slot: Array) -> Array:
-    """``held`` with ``x [1,1,K,H]`` in a slot; unchanged if there is no such slot."""
+    """``held`` with ``x [1,1,K,H]`` in a slot; unchanged if the slot does not exist."""
     last = held.shape[1] - 1
     at = _at(row, jnp.minimum(slot, last))
     x = jnp.where(slot <= last, x, jax.lax.dynamic_slice(held, at, x.shape))
@@ -352,7 +354,7 @@ def _put_one(held: Array, x: Array, row: Any, slot: Array) -> Array:
 def visible_keys(
     cache: KVCache, appended: KVCache, key: Array, value: Array, positions: Array, mask: Any, bias: Any = None
 ):
-    """What a chunk's queries attend to: ``(key, value, options)``, with options of ``dot_product_attention``.
+    """The keys and values attended to by a chunk's queries: ``(key, value, options)``, for ``dot_product_attention``.
 
     ``cache`` and ``appended`` are the cache before and after the chunk ``key, value`` at ``positions``.
     """
@@ -360,13 +362,13 @@ def visible_keys(
         return *appended._held, {"mask": mask, "key_value_seq_lengths": appended.filled}
     if mask is not None and not callable(mask):
         raise ValueError("a mask array is indexed by slot, but a rolling cache reuses slots; pass a Mask or a function")
-    # Empty slots and padding have negative positions. The window is at most the cache's.
+    # Empty slots and padding have negative positions. The window is at most the capacity.
     window: Mask = SlidingWindow(cache._turn - 1, np.iinfo(np.int32).max)
     window = ~Prefix(0) & (window | Prefix(cache.first_tokens) if cache.first_tokens else window)
     options: dict[str, Any] = {"mask": window if mask is None else window & mask}
     if key.shape[1] == 1:
         return *appended._held, options | {"kv_positions": appended.slot_positions}
-    # A chunk's last tokens replace keys that its first ones still see, so attend to the old cache and the chunk.
+    # A chunk's last tokens replace keys that its first tokens still see, so attend to the old cache and the chunk.
     old_positions = cache.slot_positions
     assert old_positions is not None
     pairs = [(old, x.astype(old.dtype)) for old, x in zip(cache._held, (key, value), strict=True)]
@@ -386,20 +388,20 @@ def visible_keys(
 def stack_of(cache: KVCache, key: Array) -> Stack | None:
     """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device.
 
-    Of a cache with first tokens, the keys that are seen are rotated copies.
+    With first tokens, the visible keys are rotated copies.
     """
     if cache.layer is None or cache.sharding is not None or cache.key.shape[1:] != key.shape or cache.first_tokens:
         return None
-    if not cache.key.dtype == cache.value.dtype == key.dtype:  # what attention casts is a copy already
+    if not cache.key.dtype == cache.value.dtype == key.dtype:  # a cast already makes a copy
         return None
-    layer = jnp.asarray(cache.layer, jnp.int32)  # of a number, each layer would be compiled
+    layer = jnp.asarray(cache.layer, jnp.int32)  # a Python number would be compiled for each layer
     return Stack(cache.key, cache.value, jnp.where(layer < 0, layer + len(cache.key), layer))
 
 
 def from_flax(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:
     """Flax's three cache arrays, ``[..., C, K, H]``, ``[..., C, K, D]`` and ``[]``, as a cache with one batch axis.
 
-    ``key`` ``[..., L, K, H]`` is the next chunk's. Raises ValueError if it does not match.
+    ``key [..., L, K, H]`` belongs to the next chunk. Raises ValueError if it does not match.
     """
     if cached_key.shape[:-3] != key.shape[:-3] or cached_key.shape[-2:] != key.shape[-2:]:
         wanted = [*cached_key.shape[:-3], "tokens", *cached_key.shape[-2:]]
@@ -419,12 +421,12 @@ def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]
 
 
 def nan_if_overflowed(cache: KVCache, x: Array) -> Array:
-    """``x [B, ...]``, with NaN for the sequences that no longer fit into the cache, whatever their masks show."""
+    """``x [B, ...]``, with NaN for sequences that no longer fit in the cache, whatever their masks show."""
     return jnp.where(jnp.reshape(cache.overflowed, (-1,) + (1,) * (x.ndim - 1)), jnp.nan, x)
 
 
 def within_capacity(length: Any, capacity: int) -> Array:
-    """Whether the new lengths are within the capacity; raises if they are known and are not."""
+    """Whether the new lengths are within the capacity; raises if they are known to exceed it."""
     if not isinstance(length, Tracer) and np.max(length, initial=0) > capacity:
         raise ValueError(
             f"append: {int(np.max(length))} tokens do not fit into a cache of {capacity}; use a larger capacity or "

@@ -61,9 +61,9 @@ def dot_product_attention(
     Args:
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; N is a multiple of K.
         bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
-        mask: an array that broadcasts to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
+        mask: an array broadcastable to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         dropout_rng: the random key of dropout.
         dropout_rate: the probability of dropping a weight.
         deterministic: switch dropout off.
@@ -72,14 +72,14 @@ def dot_product_attention(
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
         force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones.
-            With any of them, Flax's function runs, which takes no ``extras``.
+            With any of them, Flax's function runs and takes no ``extras``.
         is_causal: a query sees keys at or before its own position.
-        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
+        sow_heads: the module instead sows ``attention_heads`` (query, key, value, lse and z), in linear memory.
         extras: other keywords of ``jattn.multi_head_attention``, such as ``position``, ``score_mod``, ``sinks``,
             ``head_gate`` and ``implementation``; ``input_positions``: integers ``[T]`` for ``position``.
 
     Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
+        ``[..., T, N, D]``. The output of a query that sees nothing is 0 (in Flax, the mean of the values).
 
     Raises:
         TypeError, ValueError: an argument has the wrong shape or dtype; the message names it.
@@ -107,7 +107,7 @@ def dot_product_attention(
 
 
 def _only_flaxs(attention_fn: Callable[..., Array], mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
-    """Raises if options that Flax's function does not take come with custom products, which it computes."""
+    """Raises if custom products, which Flax's function computes, come with options that it does not take."""
     if is_causal or callable(mask):
         raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
     _flax.refuse_extras(attention_fn, **extras)
@@ -137,12 +137,12 @@ def dot_product_attention_weights(
     Args:
         query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
         dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
         module: sows the weights before dropout as its ``attention_weights``.
         force_fp32_for_softmax: weights in float32. The softmax is always computed in at least float32.
-        einsum_dot_general, einsum: custom products; with either, Flax's function runs, which takes no ``extras``.
+        einsum_dot_general, einsum: custom products; with either, Flax's function runs and takes no ``extras``.
         is_causal: a query sees keys at or before its own position.
         extras: other keywords of ``jattn.attention_weights``; ``position``, applied to query and key.
 
@@ -176,13 +176,13 @@ class MultiHeadDotProductAttention(nn.Module):
 
     ``query``, ``key`` and ``value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``; the
     kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives the
-    same bits as in Flax. Unlike in Flax, a query that sees nothing gets 0 (in Flax, the mean of the values), and a call
-    with ``decode`` may hold several tokens.
+    same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 (in Flax, the mean of the
+    values), and a ``decode`` call may process several tokens.
 
     Attributes:
         num_heads: N, the number of query heads.
-        qkv_features: ``N * H``; the input's features by default.
-        out_features: the features of the output; the input's by default.
+        qkv_features: ``N * H``; by default, the number of input features.
+        out_features: the number of output features; by default, equal to the input's.
         num_kv_heads: K, a divisor of N; N by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
@@ -193,23 +193,24 @@ class MultiHeadDotProductAttention(nn.Module):
         implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
         dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
         dropout_rate: the probability of dropping an attention weight.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         deterministic: switch dropout off; a call may override it.
         precision: the ``jax.lax.Precision`` of all products.
         kernel_init, bias_init: initializers of the projections.
-        out_kernel_init, out_bias_init: initializers of ``out``; those of the other projections by default.
+        out_kernel_init, out_bias_init: initializers of ``out``; by default, the same as for the other projections.
         use_bias: whether the projections have biases.
         attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
         decode: append the input to the collection ``cache`` at each call.
         normalize_qk: apply a LayerNorm to each head's queries and keys.
-        force_fp32_for_softmax: the heads' outputs in float32. The softmax is always computed in at least float32.
+        force_fp32_for_softmax: return the heads' outputs in float32. The softmax is always computed in at least
+            float32.
         qkv_dot_general, out_dot_general: replace ``jax.lax.dot_general`` in the projections and in ``out``.
         qkv_dot_general_cls, out_dot_general_cls: classes that make these functions.
         qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: classes that make the einsums of scores and outputs,
             such as quantized ones; with either, Flax's own function computes attention.
 
     Raises:
-        ValueError: at a call, a number of features or heads does not divide as required.
+        ValueError: at a call, a number of features or heads is not divisible as required.
 
     Example:
         >>> from flax import linen as nn
@@ -272,8 +273,8 @@ class MultiHeadDotProductAttention(nn.Module):
     ) -> Any:
         """The layer's output ``[..., T, out_features]`` for inputs ``[..., T, M]``.
 
-        With ``decode`` the T tokens of the input are appended to the collection ``cache``. Without a mask, or with a
-        mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of positions
+        With ``decode``, the T input tokens are appended to the collection ``cache``. Without a mask, or with a mask
+        array over the cache's slots, a token sees itself and earlier tokens. A ``Mask`` or a function of positions
         replaces that rule.
 
         Args:
@@ -283,12 +284,12 @@ class MultiHeadDotProductAttention(nn.Module):
             inputs_kv: the input of both keys and values; deprecated, as in Flax.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
             deterministic: switch dropout off.
-            dropout_rng: the key of dropout, instead of the module's.
+            dropout_rng: the dropout key, instead of the module's.
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
             is_causal: a token sees itself and earlier ones.
             input_positions: integers ``[T]`` or ``[..., T]`` for ``position``, instead of ``arange``; for packed
-                documents, positions that start again. As in Flax, masks, score functions and dropout see slots. If
-                there are not as many keys as queries, these are the queries' positions, also for masks.
+                documents, positions that restart. As in Flax, masks, score functions and dropout see slots. If the
+                numbers of keys and queries differ, these are the queries' positions for masks as well.
             bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
             head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
@@ -300,8 +301,8 @@ class MultiHeadDotProductAttention(nn.Module):
             cache: a ``KVCache`` instead of the collection. The result is then ``(output, cache)``, and ``is_causal``
                 and ``mask`` apply as given.
             valid: bool ``[B, T]``, only with ``cache``: which tokens are real (``jattn.append``).
-            sow_statistics: sow these statistics as ``attention_statistics``: names of ``jattn.heads.STATISTICS``, or a
-                dict of arguments of ``jattn.heads.statistics``. The output stays bit-identical.
+            sow_statistics: sow these statistics as ``attention_statistics``: names from ``jattn.heads.STATISTICS``, or
+                a dict of arguments to ``jattn.heads.statistics``. The output stays bit-identical.
             sow_heads: sow ``attention_heads`` for ``jattn.heads``: a dict of query, key, value, lse and z. The output
                 stays bit-identical.
 
@@ -347,7 +348,7 @@ class MultiHeadDotProductAttention(nn.Module):
         y = self._project_out(z, self.out_features or inputs_q.shape[-1])
         return y if cache is None else (y, new_cache)
 
-    # Parts of the compact ``__call__``. Flax would capture the results of wrapped methods as intermediates.
+    # Parts of the compact ``__call__``: Flax would capture the results of wrapped methods as intermediates.
 
     @nn.nowrap
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
@@ -394,12 +395,12 @@ class MultiHeadDotProductAttention(nn.Module):
 
     @nn.nowrap
     def _linear_options(self) -> dict[str, Any]:
-        """What all four projections have in common."""
+        """The arguments shared by all four projections."""
         return {name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "precision")}
 
     @nn.nowrap
     def _keywords(self, deterministic: bool | None, dropout_rng: Array | None) -> dict[str, Any]:
-        """The module's own options, by Flax's names for those of an ``attention_fn``."""
+        """The module's own options, under Flax's names for the options of an ``attention_fn``."""
         deterministic = _flax.choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
@@ -428,8 +429,8 @@ class MultiHeadDotProductAttention(nn.Module):
 
     @nn.nowrap
     def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable[[KVCache], None] | None]:
-        """Flax's collection ``cache``, and a function that updates it. None in the call that creates the
-        collection: its input has the cache's maximum length.
+        """Flax's collection ``cache``, and a function that updates it. None in the call that creates the collection,
+        whose input has the cache's maximum length.
         """
         exists = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
@@ -467,10 +468,10 @@ def _keys_and_values(
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` by Flax's other name for it.
+    """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` under Flax's other name for it.
 
-    It has the attributes and the call of that class. Linen names parameters after the class, so a checkpoint fits only
-    the class of its name.
+    It has the same attributes and call signature. Linen names parameters after the class, so a checkpoint fits only the
+    class that created it.
 
     Example:
         >>> layer, x = jattn.linen.MultiHeadAttention(num_heads=2), jnp.ones((1, 4, 8))
@@ -482,9 +483,9 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` of one input, in Flax's argument order.
+    """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` of a single input, in Flax's argument order.
 
-    It has the attributes of that class. A call warns that the class is deprecated, as in Flax.
+    It has the same attributes. As in Flax, a call warns that the class is deprecated.
 
     Example:
         >>> import warnings
@@ -505,9 +506,9 @@ class SelfAttention(MultiHeadDotProductAttention):
         sow_weights: bool = False,
         **options: Any,
     ) -> Any:
-        """The layer's output ``[..., T, out_features]`` for the input ``[..., T, M]`` of queries, keys and values.
+        """The layer's output ``[..., T, out_features]`` for ``[..., T, M]``, the input of queries, keys and values.
 
-        The other arguments and ``options`` are those of a call of ``MultiHeadDotProductAttention``.
+        The other arguments and ``options`` are the same as for calling ``MultiHeadDotProductAttention``.
         """
         warnings.warn(
             "SelfAttention will be deprecated soon, as in Flax: use MultiHeadDotProductAttention",

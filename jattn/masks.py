@@ -1,13 +1,13 @@
 """Defines masks: which query sees which key.
 
 A mask is any callable ``(b, h, q_idx, kv_idx) -> bool`` over broadcastable integer index arrays: ``True`` if query
-``q_idx`` of head ``h`` in sequence ``b`` sees key ``kv_idx``. The indices are positions: slots, unless the call of
-attention gives ``query_positions`` or ``kv_positions``. So tables inside masks are indexed by position, and positions
-outside the table are not visible. The convention is FlexAttention's (https://arxiv.org/abs/2412.05496), so its
+``q_idx`` of head ``h`` in sequence ``b`` sees key ``kv_idx``. The indices are positions: slots, unless the attention
+call gives ``query_positions`` or ``kv_positions``. Tables inside masks are therefore indexed by position, and positions
+outside the table are not visible. The convention follows FlexAttention (https://arxiv.org/abs/2412.05496), so its
 ``mask_mod`` examples port line by line.
 
-The masks below combine with ``&``, ``|`` and ``~``. Their ``bounds`` describe a whole block of pairs at once, so that
-implementations can skip empty blocks, and their ``interval`` describes all keys that a query sees.
+The masks below combine with ``&``, ``|`` and ``~``. Their ``bounds`` describe a whole block of query-key pairs at once,
+so that implementations can skip empty blocks, and their ``interval`` describes all keys seen by a query.
 """
 
 from typing import Any
@@ -67,9 +67,9 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    ``left`` and ``right`` are integers or integer scalar arrays; 2^31 - 1 or more means unbounded. They do not count
-    the query's own key, like ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel. transformers,
-    attnax and penzai count it: Mistral's ``sliding_window`` of 4096 is ``SlidingWindow(4095)``.
+    ``left`` and ``right`` are integers or integer scalar arrays; 2^31 - 1 or more means unbounded. They exclude the
+    query's own key, like ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel. transformers, attnax
+    and penzai include it: Mistral's ``sliding_window`` of 4096 is ``SlidingWindow(4095)``.
 
     Raises:
         TypeError: a side is not an integer or an integer scalar array.
@@ -147,7 +147,7 @@ class Prefix(Mask):
 class Padding(Mask):
     """Hides keys past the end of their sequence: ``kv < lengths[b]``.
 
-    ``lengths``: integers ``[B]``; a B of 1 is shared by all sequences.
+    ``lengths``: integers ``[B]``; if B is 1, the length is shared by all sequences.
 
     Raises:
         TypeError: ``lengths`` is not an array of integers of rank 1.
@@ -187,13 +187,13 @@ class Padding(Mask):
 
 @pytree_dataclass
 class Segments(Mask):
-    """Packed sequences: a pair is visible if the ids of query and key are equal.
+    """Packed sequences: a query sees a key if their ids are equal.
 
     ``query_ids``: integers ``[T]`` or ``[B,T]``. ``kv_ids``: integers ``[S]`` or ``[B,S]``, ``query_ids`` by default.
-    A B of 1 is shared by all sequences. For causal attention write ``Segments(ids) & Causal()``. Ids may be hashes: JAX
-    arrays of any integer type (64 bits with x64) are compared exactly; NumPy arrays must fit int32. Like every table,
-    ids are indexed by the positions that masks see. Do not give masks positions that start again in each document:
-    pass these as the modules' ``input_positions``.
+    If B is 1, the ids are shared by all sequences. For causal attention, write ``Segments(ids) & Causal()``. Ids may be
+    hashes: JAX arrays of any integer type (64 bits with x64) are compared exactly; NumPy arrays must fit in int32. Like
+    every table, ids are indexed by the positions that masks see. Do not give masks positions that restart in each
+    document; pass them as the modules' ``input_positions``.
 
     Raises:
         TypeError: ids are not an array of integers of rank 1 or 2.
@@ -214,7 +214,7 @@ class Segments(Mask):
         for name in ("query_ids", "kv_ids")[: 1 if self.kv_ids is None else 2]:
             ids = getattr(self, name)
             check_table(ids, "masks.Segments", name, ranks=(1, 2), kind="i")
-            if isinstance(ids, np.ndarray):  # JAX would truncate these to 32 bits, and different ids could become equal
+            if isinstance(ids, np.ndarray):  # JAX would truncate to 32 bits, and different ids could become equal
                 object.__setattr__(self, name, to_int32(f"masks.Segments: {name}", ids))
 
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
@@ -242,7 +242,7 @@ class Segments(Mask):
         return any_visible, same_id & q_all & kv_all
 
     def _query_ids_at(self, b: Index, q_idx: Index) -> tuple[AnyArray, Bools]:
-        """The ids of queries, and whether they lie in the table."""
+        """The ids of queries, and whether the positions lie in the table."""
         return look_up_row(self.query_ids, b, q_idx)
 
     def _key_ids_at(self, b: Index, kv_idx: Index) -> tuple[AnyArray, Bools]:
@@ -257,7 +257,7 @@ class Dense(Mask):
     """A table of visible pairs, by position: bool ``[T,S]``, ``[N,T,S]`` or ``[B,N,T,S]``; axes of size 1 are shared.
 
     A bool array passed as ``mask=`` to ``dot_product_attention`` is indexed by slot instead. The two differ only if
-    positions are given. ``bounds`` is exact and uses a summed-area table.
+    positions are given. ``bounds`` are exact and use a summed-area table.
 
     Raises:
         TypeError: ``array`` is not an array of bools of rank 2, 3 or 4.
@@ -281,7 +281,7 @@ class Dense(Mask):
 
     def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         table = self._table()
-        # Not ``q_idx * 0``: what is shared by all must not even formally depend on the index.
+        # Not ``q_idx * 0``: shared values must not even formally depend on the index.
         q_idx, kv_idx = (
             namespace(x).zeros_like(x) if size == 1 else x
             for x, size in zip((q_idx, kv_idx), table.shape[2:], strict=True)

@@ -1,4 +1,4 @@
-"""Computes a multi-head layer: everything between the projections (``attend_heads``), and the whole layer.
+"""Computes a multi-head layer: everything between the projections (``attend_heads``) and the whole layer.
 
 ``z_i = attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V)`` for each head i, and ``y = sum_i z_i W_i^O``, which equals
 ``concat(z_1 .. z_N) W^O``. Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
@@ -85,41 +85,43 @@ def attend_heads(
     """Everything between the projections of a multi-head layer: positions, cache, attention, gates.
 
     Args:
-        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; with any number of batch axes in place of B.
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; any number of batch axes may replace B.
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
-        frozen: ``(query, key)`` from ``return_heads`` of another call, which give the weights; the values stay this
-            call's.
-        patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied
-            to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` for keys and values).
-            ``{"pattern": (gate, (query, key))}`` mixes the weights with those of this query and key in the same way;
-            None for either means this call's own. ``return_heads`` still returns this call's query, key and lse.
-            ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in O(T + S)
-            memory, differentiable only in this gate. Applied after ``frozen``. To patch a head's output z, use
-            ``head_gate`` and ``head_fill``.
-        cache: a ``KVCache``. The keys and values, as many as queries, are appended at the next positions, and the
-            queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). With a
-            cache, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
-            without queries, then attend without keys. On a sharded cache each device attends to its slots in place,
-            with the named ``implementation``, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
+        frozen: ``(query, key)`` from ``return_heads`` of another call, which determine the weights; the values remain
+            this call's.
+        patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, after positions are
+            applied to query and key, with gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` for keys and
+            values). ``{"pattern": (gate, (query, key))}`` mixes the weights with the weights of this query and key in
+            the same way; None for either means this call's own. ``return_heads`` still returns this call's query, key
+            and lse. ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in
+            O(T + S) memory, differentiable only with respect to this gate. Applied after ``frozen``. To patch a head's
+            output z, use ``head_gate`` and ``head_fill``.
+        cache: a ``KVCache``. The keys and values, one per query, are appended at the next positions, and the queries
+            attend to the whole cache (subject to ``mask``; pass ``is_causal`` for chunks of several tokens). With a
+            cache, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys with a
+            call without queries, then attend without keys. With a sharded cache, each device attends to its slots in
+            place, with the named ``implementation``, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
         valid: bool ``[B,S]``, only with ``cache``: which tokens of the chunk are real. Others take no slot or position.
         return_weights: also return the attention weights. The output stays bit-identical. Raises ``Unsupported`` if a
             ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
-        return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
-            dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
+        return_statistics: also return these statistics of every head (``jattn.heads.statistics``): names, or a dict of
+            that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
             positions applied, z with gates applied. The output stays bit-identical.
-        implementation: a name or an object, see ``dot_product_attention``; None picks one.
-        options: the other keywords of ``dot_product_attention``. Positions are 0, 1, 2, ... by default. Given positions
-            also apply to ``mask``, unless there is a ``cache``. For packed documents, see ``Segments``.
+        implementation: a name or an object (see ``dot_product_attention``); None picks one.
+        options: the other keywords of ``dot_product_attention``. Positions are 0, 1, 2, ... by default. Positions
+            passed explicitly also apply to ``mask``, unless there is a ``cache``. For packed documents, see
+            ``Segments``.
 
     Returns:
         ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z and
-        those requested of: the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict, the new cache.
+        the requested items, in this order: the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, the dict of
+        heads, the new cache.
     """
     if valid is not None and cache is None:
         raise ValueError(
@@ -179,12 +181,12 @@ def _with_positions_and_cache(
 ) -> tuple[Array, Array, Array, KVCache | None]:
     """Query, key, value and cache with ``position`` applied and the chunk appended to the cache.
 
-    Updates the ``arguments`` of ``dot_product_attention``: its positions, and what of the cache is visible.
+    Updates the ``arguments`` of ``dot_product_attention``: its positions, and which part of the cache is visible.
     """
     implementation = arguments["implementation"]
     query_positions, kv_positions = arguments.get("query_positions"), arguments.get("kv_positions")
     slots_of = implementation.slots if isinstance(implementation, ReducesWeights) else lambda length: None
-    if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
+    if slots_of(query.shape[1]) is not None:  # slots are not in token order: positions default to the tokens'
         if cache is not None:
             raise ValueError(f"cache must be filled in the order of the tokens, which {implementation} does not keep")
         query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
@@ -220,7 +222,7 @@ def _with_positions_and_cache(
     key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
     arguments |= {"query_positions": at_queries, "kv_positions": None} | visibility
     if position is not None and within_cache:
-        if not isinstance(position, Rotary):  # distances alone must count, or chunks of tokens would be told apart
+        if not isinstance(position, Rotary):  # only distances may count, or results would depend on the chunks
             raise ValueError(
                 f"position must be a jattn.positions.Rotary with a cache that has first_tokens, got {position!r}"
             )
@@ -239,7 +241,7 @@ def _extras(
     return_heads: bool,
     valid: ArrayLike | None,
 ) -> list[Any]:
-    """What ``attend_heads`` returns in addition to output and cache; no statistic counts the padding of a chunk."""
+    """The results of ``attend_heads`` other than output and cache; no statistic counts the padding of a chunk."""
     results: list[Any] = []
     query, key = heads["query"], heads["key"]
     drop = query.ndim - 3  # the one batch axis, if any
@@ -288,7 +290,8 @@ def init_multi_head(
     """Parameters for ``multi_head_attention``, with the tree, names and shapes of Flax's modules.
 
     ``query/kernel [M,N,H]``, ``key/kernel [M,K,H]``, ``value/kernel [M,K,D]``, ``out/kernel [N,D,M]``; with
-    ``use_bias`` also ``bias [N,H]``, ``[K,H]``, ``[K,D]``, ``[M]``, zero. Kernels are LeCun normal.
+    ``use_bias``, also ``bias [N,H]``, ``[K,H]``, ``[K,D]`` and ``[M]``, initially zero. Kernels use LeCun normal
+    initialization.
 
     Args:
         key: a JAX random key.
@@ -297,12 +300,12 @@ def init_multi_head(
         num_kv_heads: K, a divisor of N; N by default.
         head_dim: H, of query and key; ``model_dim / num_heads`` by default.
         value_dim: D; ``head_dim`` by default.
-        kv_model_dim: the features of ``x_kv``, if they differ from M (cross-attention).
+        kv_model_dim: the number of features of ``x_kv``, if different from M (cross-attention).
         use_bias: add biases, initially 0.
         dtype: of the parameters.
 
     Raises:
-        ValueError: a number is not a positive integer, or does not divide as required.
+        ValueError: a number is not a positive integer, or is not divisible as required.
 
     Example:
         >>> params = jattn.init_multi_head(jax.random.key(0), 8, num_heads=2, num_kv_heads=1)
@@ -360,7 +363,7 @@ def multi_head_attention(
         frozen: ``(query, key)`` from ``return_heads`` of another call; their weights replace this call's.
         patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
         cache: a ``jattn.KVCache``. The tokens of ``x_kv`` are appended, and the queries attend to the whole cache; pass
-            ``is_causal`` if they are several.
+            ``is_causal`` if there are several.
         valid: bool ``[B,S]``, only with ``cache``: which tokens are real (``jattn.append``).
         return_statistics: also return these statistics (``jattn.heads.statistics``): names, or a dict of arguments.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` of all heads, for ``jattn.heads``.
@@ -369,11 +372,12 @@ def multi_head_attention(
         options: the other keywords of ``jattn.dot_product_attention``, such as ``is_causal`` and ``score_mod``.
 
     Returns:
-        ``y [B,T,M]``, or a tuple of y and what is requested, in this order: the weights, the statistics
-        ``{name: [B,N]}``, the heads' arrays, the new cache.
+        ``y [B,T,M]``, or a tuple of y and the requested items, in this order: the weights, the statistics
+        ``{name: [B,N]}``, the heads' arrays and the new cache.
 
     Raises:
-        ValueError, TypeError: the input's features are not the kernels', or an argument has a wrong shape or dtype.
+        ValueError, TypeError: the input's features do not match the kernels', or an argument has the wrong shape or
+            dtype.
 
     Example:
         >>> params, x = jattn.init_multi_head(jax.random.key(0), 8, num_heads=2), jnp.ones((1, 4, 8))
@@ -396,7 +400,7 @@ def multi_head_attention(
 
 
 def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
-    """``x [..., M] -> [..., N, H]``: ``x W_i``, vmapped over heads, which compiles to a single product."""
+    """``x [..., M] -> [..., N, H]``: ``x W_i``, vmapped over heads, compiles to a single product."""
     if params["kernel"].shape[0] != x.shape[-1]:
         raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, like the kernel, got {x.shape}")
 
@@ -410,9 +414,9 @@ def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
 
 
 def for_tokens(position: Any, tokens: Length, cache: KVCache | None) -> Any:
-    """``position`` at the length of a call of so many keys, or of its cache.
+    """``position`` for the length of a call with this many keys, or of its cache.
 
-    Raises ``ValueError`` if that length is not known, since the cache rolls.
+    Raises ``ValueError`` if that length is unknown because the cache rolls.
     """
     at = at_length(position, tokens if cache is None else cache.capacity)
     if cache is not None and cache.rolling and not cache.first_tokens and at is not position:
@@ -442,7 +446,7 @@ def one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
 
 
 def statistics_of(requested: Sequence[str] | Mapping[str, Any], x: Array, x_kv: Array) -> Any:
-    """The request; in cross-attention all queries count, because masks of keys say nothing about queries."""
+    """The request; in cross-attention, all queries count, because key masks say nothing about queries."""
     if x_kv is x or not wants_statistics(requested):
         return requested
     request = dict(requested) if isinstance(requested, Mapping) else {"names": requested}
@@ -450,12 +454,12 @@ def statistics_of(requested: Sequence[str] | Mapping[str, Any], x: Array, x_kv: 
 
 
 def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
-    """Whether the request has names of statistics or is a dict of arguments, in which names are optional."""
+    """Whether the request names statistics or is a dict of arguments, in which names are optional."""
     return isinstance(statistics, Mapping) or bool(statistics)
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """All three in one dtype: ``dtype``, or the result of promotion."""
+    """All three arrays in one dtype: ``dtype``, or the result of promotion."""
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(query, key, value)

@@ -54,9 +54,9 @@ def dot_product_attention(
     Args:
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; N is a multiple of K.
         bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
-        mask: an array that broadcasts to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
+        mask: an array broadcastable to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         dropout_rng: the random key of dropout.
         dropout_rate: the probability of dropping a weight.
         deterministic: switch dropout off.
@@ -65,12 +65,12 @@ def dot_product_attention(
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
         promote_dtype: Flax's function that casts query, key and value to one dtype.
         is_causal: a query sees keys at or before its own position.
-        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
+        sow_heads: the module instead sows ``attention_heads`` (query, key, value, lse and z), in linear memory.
         extras: other keywords of ``jattn.multi_head_attention``, such as ``position``, ``score_mod``, ``sinks``,
             ``head_gate`` and ``implementation``; ``input_positions``: integers ``[T]`` for ``position``.
 
     Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
+        ``[..., T, N, D]``. The output of a query that sees nothing is 0 (in Flax, the mean of the values or worse).
 
     Raises:
         TypeError, ValueError: an argument has the wrong shape or dtype; the message names it.
@@ -112,7 +112,7 @@ def dot_product_attention_weights(
     Args:
         query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
         dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
         module: sows the weights before dropout as its ``attention_weights``.
@@ -143,31 +143,31 @@ class MultiHeadAttention(nnx.Module):
 
     ``query``, ``key`` and ``value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``;
     the kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives
-    the same bits as in Flax. Unlike in Flax, a query that sees nothing gets 0 (in Flax, the mean of the values), and a
-    call with ``decode`` may hold several tokens.
+    the same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 (in Flax, the mean of the
+    values), and a ``decode`` call may process several tokens.
 
     Args:
         num_heads: N, the number of query heads.
-        in_features: M, the features of the queries' input.
+        in_features: M, the number of features of the queries' input.
         qkv_features: ``N * H``; ``in_features`` by default.
-        out_features: the features of the output; ``in_features`` by default.
+        out_features: the number of output features; ``in_features`` by default.
         num_kv_heads: K, a divisor of N; N by default.
-        in_kv_features: the features of the keys' and values' input; ``in_features`` by default.
+        in_kv_features: the number of features of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``. Its float arrays are learned: each becomes an
-            ``nnx.Param``. To keep an array fixed, pass the ``score_mod`` at the call, or the array as an
+            ``nnx.Param``. To keep an array fixed, pass the ``score_mod`` at the call or make the array an
             ``nnx.Variable``.
         sinks: learn each head's score ``[N]`` for attending to nothing, initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
         dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
         dropout_rate: the probability of dropping an attention weight.
-        broadcast_dropout: drop the same pairs (query, key) in all heads of all sequences.
+        broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         deterministic: switch dropout off; a call may override it.
         precision: the ``jax.lax.Precision`` of all products.
         kernel_init, bias_init: initializers of the projections.
-        out_kernel_init, out_bias_init: initializers of ``out``; those of the other projections by default.
+        out_kernel_init, out_bias_init: initializers of ``out``; by default, the same as for the other projections.
         use_bias: whether the projections have biases.
         attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
         decode: append the input to the module's own cache at each call; a call may override it.
@@ -182,7 +182,7 @@ class MultiHeadAttention(nnx.Module):
         query_ln_scale_metadata, key_ln_scale_metadata: metadata of the norms' scales.
 
     Raises:
-        ValueError: a number of features or heads does not divide as required.
+        ValueError: a number of features or heads is not divisible as required.
 
     Example:
         >>> from flax import nnx
@@ -261,7 +261,7 @@ class MultiHeadAttention(nnx.Module):
             "kernel_metadata": kernel_metadata,
             "bias_metadata": bias_metadata,
         }
-        # In the order in which Flax draws its parameters.
+        # In the order in which Flax creates its parameters.
         self.query = nnx.LinearGeneral(in_features, (num_heads, self.head_dim), **qkv)
         self.key = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.head_dim), **qkv)
         self.value = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.value_dim), **qkv)
@@ -321,16 +321,16 @@ class MultiHeadAttention(nnx.Module):
             inputs_v: the input of the values, ``[..., S, M]``; ``inputs_k`` by default.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
             deterministic: switch dropout off.
-            rngs: the keys of dropout, instead of the module's.
+            rngs: the dropout keys, instead of the module's.
             out_sharding, qkv_sharding: of the output, and of query, key and value, on an explicit mesh.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
-            decode: append the T tokens of the input to the module's own cache (``init_cache``). Without a mask, or with
-                a mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of
+            decode: append the T input tokens to the module's own cache (``init_cache``). Without a mask, or with a mask
+                array over the cache's slots, a token sees itself and earlier tokens. A ``Mask`` or a function of
                 positions replaces that rule.
             is_causal: a token sees itself and earlier ones.
             input_positions: integers ``[T]`` or ``[..., T]`` for ``position``, instead of ``arange``; for packed
-                documents, positions that start again. As in Flax, masks, score functions and dropout see slots. If
-                there are not as many keys as queries, these are the queries' positions, also for masks.
+                documents, positions that restart. As in Flax, masks, score functions and dropout see slots. If the
+                numbers of keys and queries differ, these are the queries' positions for masks as well.
             bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
             head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
@@ -342,8 +342,8 @@ class MultiHeadAttention(nnx.Module):
             cache: a ``KVCache`` instead of the module's own. The result is then ``(output, cache)``, and ``is_causal``
                 and ``mask`` apply as given.
             valid: bool ``[B, T]``, only with ``cache``: which tokens are real (``jattn.append``).
-            sow_statistics: sow these statistics as ``attention_statistics``: names of ``jattn.heads.STATISTICS``, or a
-                dict of arguments of ``jattn.heads.statistics``. The output stays bit-identical.
+            sow_statistics: sow these statistics as ``attention_statistics``: names from ``jattn.heads.STATISTICS``, or
+                a dict of arguments to ``jattn.heads.statistics``. The output stays bit-identical.
             sow_heads: sow ``attention_heads`` for ``jattn.heads``: a dict of query, key, value, lse and z. The output
                 stays bit-identical.
 
@@ -380,7 +380,7 @@ class MultiHeadAttention(nnx.Module):
             sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
             _flax.refuse_extras(self.attention_fn, **sow_options, **extras)
             if module_cache is not None:
-                keywords["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
+                keywords["is_causal"] = False  # the mask is already causal; is_causal would ignore the cache
                 key, value, keywords["mask"], new_cache = _flax.decode_as_flax(module_cache, key, value, mask)
             z = self.attention_fn(query, key, value, module=self if sow_weights else None, **keywords)
         if module_cache is not None and new_cache is not None:
@@ -389,7 +389,7 @@ class MultiHeadAttention(nnx.Module):
         return y if cache is None else (y, new_cache)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """Creates an empty cache of ``dtype`` to decode inputs of ``input_shape``, ``(..., maximum length, M)``."""
+        """Creates an empty cache of ``dtype`` for decoding inputs of ``input_shape``, ``(..., maximum length, M)``."""
         slots = (*input_shape[:-1], self.num_kv_heads)
         self.cached_key = nnx.Cache(jnp.zeros((*slots, self.head_dim), dtype))
         self.cached_value = nnx.Cache(jnp.zeros((*slots, self.value_dim), dtype))
@@ -410,7 +410,7 @@ class MultiHeadAttention(nnx.Module):
           batch_size: B, or all batch axes, of a new, empty cache.
           max_length: the number of slots of the new cache.
         """
-        # Indented by two, since nnx.view_info finds the arguments by that.
+        # Indented by two, because nnx.view_info finds the arguments by their indentation.
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
@@ -423,7 +423,7 @@ class MultiHeadAttention(nnx.Module):
         self.init_cache((*batch, max_length, self.in_features), jnp.float32 if self.dtype is None else self.dtype)
 
     def _keywords(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
-        """The module's own options, by Flax's names for those of an ``attention_fn``."""
+        """The module's own options, under Flax's names for the options of an ``attention_fn``."""
         deterministic = _flax.choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         dropout_rng = None if deterministic else self._dropout_key(rngs)
         return _flax.own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}

@@ -2,8 +2,8 @@
 
 Axes: ``T`` queries, ``S`` keys, ``N`` heads, ``L`` layers.
 
-The figures do not use pyplot: there is no global registry, nothing to close, and no display needed. In a notebook run
-``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
+The figures do not use pyplot: there is no global registry, nothing to close, and no need for a display. In a notebook,
+run ``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
 """
 
 import math
@@ -25,7 +25,7 @@ except ImportError as missing:
 
 
 class _Figure(Figure):
-    """A figure whose PDF and PostScript files hold TrueType fonts: many venues refuse Type 3, matplotlib's default."""
+    """A figure whose PDF and PostScript files embed TrueType fonts: many venues reject Type 3, matplotlib's default."""
 
     def savefig(self, *args: Any, **options: Any) -> None:
         with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
@@ -33,9 +33,9 @@ class _Figure(Figure):
 
 
 QUERIES, KEYS = "Queries (Target)", "Keys (Source)"
-COLOURS = "Blues"  # white is no weight; prints well, and its lightness order survives color blindness
-_LABEL_LENGTH = 16  # longer tokens end in an ellipsis
-_SMALLEST, _LARGEST = 5.5, 9.0  # points, of token labels
+COLOURS = "Blues"  # white means no weight; prints well, and its lightness order survives color blindness
+_LABEL_LENGTH = 16  # longer tokens are cut and end in an ellipsis
+_SMALLEST, _LARGEST = 5.5, 9.0  # font size of token labels, in points
 
 
 def attention_heatmap(
@@ -56,17 +56,18 @@ def attention_heatmap(
         weights: ``[T, S]``, any array that NumPy can read.
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
-        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
-            Matplotlib's default font has no Chinese or Japanese: name another in ``rcParams["font.family"]``.
-        ax: the axes to draw on; by default a new figure, large enough for readable labels.
-        vmax: the weight at the dark end of the scale; by default the largest weight. To compare plots, use the same
+        tokenizer: a ``tokenizers`` or ``transformers`` tokenizer, which turns ids, or its own strings such as
+            ``"Ġcat"``, into text. Matplotlib's default font has no Chinese or Japanese characters; choose another in
+            ``rcParams["font.family"]``.
+        ax: the axes to draw on; by default, those of a new figure, large enough for readable labels.
+        vmax: the weight at the dark end of the scale; by default, the largest weight. To compare plots, use the same
             value for all.
-        cmap: a matplotlib color map.
+        cmap: a matplotlib colormap.
         colorbar: whether to draw the color bar.
         title: text above the plot.
 
     Returns:
-        The axes; save with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType fonts).
+        The axes; save them with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType fonts).
 
     Raises:
         ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S; an id is negative.
@@ -116,26 +117,26 @@ def head_grid(
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
         tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
-        vmax: the weight at the dark end of the scale; by default the largest weight of any head.
-        cmap: a matplotlib color map.
-        columns: panels per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
-        titles: one for each head, layer by layer; by default "layer l head n", or "head n" for ``[N, T, S]``.
+        vmax: the weight at the dark end of the scale; by default, the largest weight of any head.
+        cmap: a matplotlib colormap.
+        columns: panels per row; by default, the heads of a layer, or at most four for ``[N, T, S]``.
+        titles: one for each head, layer by layer; by default, "layer l head n", or "head n" for ``[N, T, S]``.
         title: text above the figure.
-        panel_size: inches of a panel's longer side; by default it grows with the number of tokens.
+        panel_size: length of a panel's longer side, in inches; by default, it grows with the number of tokens.
 
     Returns:
-        The figure; save with ``figure.savefig("heads.png")``.
+        The figure; save it with ``figure.savefig("heads.png")``.
 
     Raises:
-        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S, or that of titles not
-            the number of heads; an id is negative.
+        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S; the number of titles
+            is not the number of heads; an id is negative.
 
     Example:
         >>> figure = jattn.plots.head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
         >>> [ax.get_title() for ax in figure.axes][5]
         'layer 1 head 1'
 
-    Source: the all-heads view of Vig (2019), https://arxiv.org/abs/1906.05714; here on one scale.
+    Source: the all-heads view of Vig (2019), https://arxiv.org/abs/1906.05714; here, on one scale.
     """
     weights = _checked(weights, (3, 4), "[N, T, S] or [L, N, T, S]")
     layered = weights.ndim == 4
@@ -160,7 +161,7 @@ def head_grid(
         if i >= len(heads):
             ax.set_axis_off()
             continue
-        # Token labels only at the left and lower edges; all panels share them.
+        # Token labels appear only at the left and lower edges; all panels share them.
         left, lowest = i % across == 0, i + across >= len(heads)
         images.append(_draw(ax, heads[i], query_labels, key_labels, _top(heads, vmax), cmap, size * 72))
         ax.tick_params(labelleft=left, labelbottom=lowest)
@@ -177,7 +178,7 @@ def _checked(weights: Any, ranks: tuple[int, ...], expected: str) -> np.ndarray:
     array = np.asarray(weights)
     if array.ndim not in ranks or 0 in array.shape:
         raise ValueError(f"weights has shape {array.shape}, expected {expected}")
-    return array.astype(np.float32)  # NumPy itself has no bfloat16
+    return array.astype(np.float32)  # NumPy has no bfloat16
 
 
 def _labels(
@@ -215,7 +216,7 @@ def _top(weights: np.ndarray, vmax: float | None) -> float:
 def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, cmap: str, points: float = 0.0) -> Any:
     """Draws the weights and token labels; ``points``: the length of the longer side, if known."""
     height, width = weights.shape
-    # With square cells, a single query over many keys would be a hairline.
+    # With square cells, a single query over many keys would be only a hairline.
     aspect = "equal" if max(weights.shape) <= 8 * min(weights.shape) else "auto"
     image = ax.imshow(weights, vmin=0.0, vmax=vmax, cmap=cmap, aspect=aspect, interpolation="nearest")
     if not points:
@@ -231,7 +232,7 @@ def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, c
 
 
 def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:
-    """Labels as many cells as stay readable: all, or every second, third, ..."""
+    """Labels as many cells as will stay readable: all, or every second, third, ..."""
     font = min(max(0.85 * cell, _SMALLEST), _LARGEST)
     stride = math.ceil(1.1 * font / cell) if labels else math.ceil(2.2 * font / cell)
     ticks = range(0, size, max(stride, 1))

@@ -46,7 +46,7 @@ def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
     """
     if length < 0 or dim < 1:
         raise ValueError(f"sinusoidal: length must be >= 0 and dim >= 1, got length={length}, dim={dim}")
-    # float64 on the host: at position 10,000 a float32 angle is off in the fourth decimal.
+    # float64 on the host: at position 10,000, a float32 angle is off in the fourth decimal place.
     angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, dim, 2) / dim)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim + dim % 2)
     return jnp.asarray(table[:, :dim], jnp.float32)
@@ -75,10 +75,10 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """``scaling=`` of ``Rotary``: divides low frequencies by ``factor``, keeps high ones, and interpolates between.
+    """``scaling=`` of ``Rotary``: divides low frequencies by ``factor``, keeps high ones, and interpolates in between.
 
-    Frequencies of fewer than ``low_freq_factor`` turns within ``original_length`` tokens are low, those of more than
-    ``high_freq_factor`` turns are high.
+    Frequencies that make fewer than ``low_freq_factor`` turns within ``original_length`` tokens are low; those that
+    make more than ``high_freq_factor`` turns are high.
 
     Example:
         >>> scaling = jattn.positions.Llama3Scaling(factor=8.0, original_length=512)
@@ -105,10 +105,10 @@ class Llama3Scaling:
 class YarnScaling:
     """``scaling=`` of ``Rotary``: YaRN's "NTK by parts", which divides low frequencies by ``factor``.
 
-    Frequencies of more than ``beta_fast`` turns within ``original_length`` tokens are kept, those of fewer than
-    ``beta_slow`` turns are divided. Between these dimensions it interpolates linearly; ``truncate`` rounds them to
-    whole dimensions first. Cosine and sine are multiplied by ``attention_factor``, by default ``0.1 ln(factor) + 1``,
-    so scores are multiplied by its square.
+    Frequencies that make more than ``beta_fast`` turns within ``original_length`` tokens are kept; those that make
+    fewer than ``beta_slow`` turns are divided. Between these dimensions, values are interpolated linearly; ``truncate``
+    first rounds the bounds to whole dimensions. Cosine and sine are multiplied by ``attention_factor``, by default
+    ``0.1 ln(factor) + 1``, so scores are multiplied by its square.
 
     Example:
         >>> scaling = jattn.positions.YarnScaling(factor=4.0, original_length=512)
@@ -152,7 +152,8 @@ class DynamicScaling:
     """``scaling=`` of ``Rotary``: "dynamic NTK", a larger base for sequences longer than ``original_length``.
 
     The base is ``base * (factor * length / original_length - factor + 1) ^ (dim / (dim - 2))``. ``at_length`` sets
-    ``length`` to the tokens of the call or the capacity of its cache; up to ``original_length``, nothing changes.
+    ``length`` to the number of tokens of the call or the capacity of its cache; up to ``original_length``, nothing
+    changes.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))
@@ -169,7 +170,7 @@ class DynamicScaling:
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
         dim = 2 * len(frequencies)
-        if self.length <= self.original_length or dim == 2:  # of two features, the only frequency is 1
+        if self.length <= self.original_length or dim == 2:  # with two features, the only frequency is 1
             return frequencies, 1.0
         stretch = self.factor * self.length / self.original_length - self.factor + 1.0
         return (base * stretch ** (dim / (dim - 2))) ** (-np.arange(0, dim, 2) / dim), 1.0
@@ -179,12 +180,12 @@ class DynamicScaling:
 class LongRopeScaling:
     """``scaling=`` of ``Rotary``: LongRoPE, which divides each frequency by its own factor.
 
-    The factors of all tokens are ``short_factors`` if ``length`` is at most ``original_length`` tokens, and
-    ``long_factors`` otherwise. ``at_length`` sets ``length`` to the tokens of the call or the capacity of its cache.
-    Cosine and sine are multiplied by ``attention_factor``.
+    For all tokens, the factors are ``short_factors`` if ``length`` is at most ``original_length`` tokens, and
+    ``long_factors`` otherwise. ``at_length`` sets ``length`` to the number of tokens of the call or the capacity of its
+    cache. Cosine and sine are multiplied by ``attention_factor``.
 
     Raises:
-        ValueError: at a call, the number of factors is not half that of the rotated features.
+        ValueError: at a call, the number of factors is not half the number of rotated features.
 
     Example:
         >>> scaling = jattn.positions.LongRopeScaling((1.0, 1.0), (1.5, 4.0), original_length=512)
@@ -224,9 +225,9 @@ class Rotary:
 
     Args:
         base: the base of the frequencies, larger than 1.
-        fraction: the leading share of the head dim to rotate; the rest is unchanged.
-        scaling: changes the frequencies for long texts: ``LinearScaling``, ``Llama3Scaling``, ``YarnScaling``,
-            ``DynamicScaling`` or ``LongRopeScaling``; None for no change.
+        fraction: the leading fraction of the head dim to rotate; the rest is unchanged.
+        scaling: how to change the frequencies for long texts: ``LinearScaling``, ``Llama3Scaling``, ``YarnScaling``,
+            ``DynamicScaling`` or ``LongRopeScaling``; None leaves them unchanged.
 
     Raises:
         ValueError: ``base`` is at most 1, ``fraction`` is not in (0, 1], or, at a call, shapes do not match.
@@ -253,8 +254,8 @@ class Rotary:
             raise ValueError(f"Rotary: fraction must lie in (0, 1], got {self.fraction}")
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
-        """The angle per position of each pair, ``[dim/2]`` with dim = ``head_dim * fraction``, and the factor on both
-        cosine and sine.
+        """The angle per position of each feature pair, ``[dim/2]`` with dim = ``head_dim * fraction``, and the factor
+        on both cosine and sine.
         """
         dim = int(head_dim * self.fraction)
         if dim % 2 or dim == 0:
@@ -295,8 +296,9 @@ jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part o
 def at_length(position: Any, length: Length) -> Any:
     """The ``Rotary`` with its frequencies for a text of ``length`` tokens; returns any other ``position`` unchanged.
 
-    The modules and ``multi_head_attention`` call it with the tokens of a call or the capacity of its cache, so that a
-    text in chunks is rotated like the whole. A ``Rotary`` that you call directly has the frequencies of a short text.
+    The modules and ``multi_head_attention`` call it with the number of tokens of a call or the capacity of its cache,
+    so that a text in chunks is rotated like the whole. A ``Rotary`` called directly has the frequencies of a short
+    text.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))

@@ -1,9 +1,9 @@
 """Defines score functions, which modify ``scale * q·k + bias`` before the softmax.
 
 A score function is any elementwise callable ``(score, b, h, q_idx, kv_idx) -> score`` over broadcastable arrays, like
-FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). For a masked pair it gets a stand-in score of 1 and
-its result is discarded, so an infinite derivative with respect to the score is harmless there. Values that it computes
-from the indices alone must be finite everywhere. It runs under NumPy's dtype promotion, whatever the caller's setting.
+FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). For a masked pair, it gets a stand-in score of 1 and
+its result is discarded, so an infinite derivative with respect to the score is harmless there. Values computed from the
+indices alone must be finite everywhere. The function runs under NumPy's dtype promotion, whatever the caller's setting.
 Every array that it holds or captures is differentiated.
 """
 
@@ -23,9 +23,10 @@ __all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, for N a power of two.
+    """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, if N is a power of two.
 
-    For other N: the slopes of the next lower power of two, then every second slope of the next higher one. float32.
+    For other N: the slopes for the next lower power of two, then every second slope for the next higher one. In
+    float32.
 
     Raises:
         ValueError: ``num_heads`` is less than 1.
@@ -75,7 +76,7 @@ class Alibi:
     def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
         slopes = jnp.asarray(self.slopes)
         dtype = jnp.promote_types(slopes.dtype, jnp.float32)
-        # In two halves: their differences are exact in float, even if the positions' difference overflows int32.
+        # Split into halves, whose differences are exact in float even if the difference of positions overflows int32.
         (q_high, q_low), (kv_high, kv_low) = _halves(q_idx, dtype), _halves(kv_idx, dtype)
         return score - slopes[h] * abs((q_high - kv_high) * 2**16 + (q_low - kv_low))
 
@@ -84,16 +85,16 @@ class Alibi:
 class RelativeBias:
     """``score + table[bucket(kv - q), h]``: T5's learned bias.
 
-    The first half of the buckets hold one distance each, the second half logarithmic ranges of distances.
+    The first half of the buckets hold one distance each; the second half hold logarithmic ranges of distances.
 
     Args:
         table: floats ``[num_buckets, N]``, as in T5.
-        bidirectional: half of the buckets are for keys after the query; otherwise these keys share bucket 0.
+        bidirectional: reserve half of the buckets for keys after the query; otherwise, these keys share bucket 0.
         max_distance: this distance and longer ones share the last bucket.
 
     Raises:
         TypeError: ``table`` is not a float array of rank 2.
-        ValueError: no bucket holds a single distance, or ``max_distance`` is one of these distances.
+        ValueError: no bucket holds a single distance, or ``max_distance`` has a bucket to itself.
 
     Example:
         >>> mod, i = jattn.score_mods.RelativeBias(jnp.arange(8.0)[:, None]), np.arange(3)
@@ -126,8 +127,8 @@ class RelativeBias:
         _check_heads("RelativeBias", "table", self.table, "[num_buckets, N]", N)
 
     def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
-        # The head's column first: under vmap over heads its look-up then gathers rows of all heads, and its transpose,
-        # the table's gradient, adds up rows.
+        # The head's column comes first: under vmap over heads, its lookup then gathers rows of all heads, and its
+        # transpose, the table's gradient, adds up rows.
         return score + jnp.asarray(self.table)[:, h][self.bucket(_offset(q_idx, kv_idx))]
 
     def bucket(self, offset: AnyArray) -> AnyArray:
@@ -140,7 +141,7 @@ class RelativeBias:
         else:
             distance = jnp.maximum(-offset, 0)
         exact = buckets // 2
-        # The log is taken only of distances >= exact; at 0 it would be infinite.
+        # The log is taken only for distances >= exact; at 0, it would be infinite.
         ratio = jnp.log(jnp.maximum(distance, exact) / exact) / math.log(self.max_distance / exact)
         logarithmic = exact + (ratio * (buckets - exact)).astype(jnp.int32)
         return first + jnp.where(distance < exact, distance, jnp.minimum(logarithmic, buckets - 1))
@@ -207,7 +208,7 @@ def then(*mods: ScoreMod) -> ScoreMod:
     """Applies the score functions ``mods`` in order: ``then(f, g)`` is ``g(f(score, ...), ...)``.
 
     Raises:
-        TypeError: one of them is not callable, or is a class.
+        TypeError: one of them is not callable or is a class.
         ValueError: no function is given.
 
     Example:

@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class Library(build_ext):
-    """A library that is loaded by its name and knows nothing of Python."""
+    """A library loaded by name, independent of Python."""
 
     def get_ext_filename(self, fullname):
         return f"{fullname.replace('.', '/')}.so"
@@ -25,7 +25,7 @@ class Library(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """One wheel for all Pythons of a platform."""
+    """One wheel for all Python versions on a platform."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
@@ -40,7 +40,7 @@ setup(
             depends=["src/kernel.inc"],
             include_dirs=[jax.ffi.include_dir()],
             language="c++",
-            # Sums keep their order: NaN and -inf mean something here.
+            # Sums keep their order: NaN and -inf are meaningful here.
             extra_compile_args=[
                 "-std=c++17",
                 "-O3",

@@ -241,7 +241,7 @@ AXE = """<script>addEventListener("load", () => setTimeout(async () => {
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory):
-    """axe-core, which finds what hinders readers with a screen reader or a keyboard alone."""
+    """axe-core, which finds what hinders a reader with a screen reader or without a mouse."""
     if shutil.which("npm") is None:
         pytest.skip("no npm: axe-core cannot be installed")
     folder = tmp_path_factory.mktemp("axe")
@@ -260,7 +260,7 @@ def axe(tmp_path_factory):
     "name",
     [
         "index", "start", "masks", "flax", "long-context", "what-to-call", "experiments", "search", "recipes/index",
-        "reference/jattn.dot_product_attention", "report-copy",
+        "reference/jattn.dot_product_attention", "report-copy", "report-smollm2",
     ],
 )  # fmt: skip
 def test_axe_finds_nothing_serious(site, tmp_path, axe, name, night):

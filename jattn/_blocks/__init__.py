@@ -1,1 +1,1 @@
-"""Computes blockwise attention: lists of blocks, one block, the online softmax over blocks, and its derivatives."""
+"""Computes blockwise attention: block lists, a single block, the online softmax over blocks, and its derivatives."""

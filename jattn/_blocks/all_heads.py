@@ -1,8 +1,8 @@
-"""Computes blocks of all heads at once, on an accelerator: gradients of query, key and value, a GPU's forward pass.
+"""Computes blocks of all heads at once on an accelerator: gradients of query, key and value, and GPU forward passes.
 
-A block of rows or columns is a slice ``[B, rows, N, H]`` of an array ``[blocks, B, rows, N, H]``. That is the order in
-which the arrays lie in memory, so that they are not copied. Every operation inside the loops is a kernel that a GPU
-launches, or a copy, unless XLA fuses it with another.
+A block of rows or columns is a slice ``[B, rows, N, H]`` of an array ``[blocks, B, rows, N, H]``. This order matches
+the arrays' memory layout, so that they are not copied. Every operation inside the loops is a GPU kernel launch or a
+copy, unless XLA fuses it with another operation.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ GPUS = "cuda", "rocm"
 def forward(
     platform: str, call: Call, plan: BlockPlan, with_error: bool = False
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Float[Array, "B T N D"], ...]]:
-    """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``, also ``with_error``.
+    """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``, including ``with_error``.
 
-    ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
+    ``plan``: with a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
     rows, columns = plan.size
     blocked_call = _blocked_call(platform, call, plan)
@@ -51,7 +51,7 @@ def forward(
         least = jnp.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
         state = jnp.zeros((*lead, values.shape[-1]), dtype), jnp.full(lead, least, dtype), jnp.zeros(lead, dtype)
         acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
-        # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
+        # The largest score adds 1 to row_sum, so only a row that sees nothing has a sum below 1.
         out = acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]
         error = [rounding_error(out, call.value.dtype).astype(call.value.dtype)] if with_error else []
         of_row = (jnp.moveaxis(x, 1, 2) for x in (out.astype(call.value.dtype), row_max, row_sum, *error))
@@ -65,8 +65,8 @@ def forward(
 
 
 def rounding_error(x: Float[Array, "*axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
-    """What a cast to ``dtype`` takes from ``x``."""
-    info = jnp.finfo(dtype)  # not by a cast and back, which XLA removes
+    """The part of ``x`` lost in a cast to ``dtype``."""
+    info = jnp.finfo(dtype)  # not by casting there and back, which XLA removes
     return x - lax.reduce_precision(x, info.nexp, info.nmant)
 
 
@@ -75,7 +75,7 @@ def _add_to_softmax(
 ) -> tuple[Array, Array, Array]:
     """``acc``, ``row_max`` and ``row_sum`` of one head with a block added."""
     scores, v = blocked.scores(block, 0, 0, masked)
-    # The old maximum goes through the reduction: together they are one kernel.
+    # The old maximum is included in the reduction, so that both are one kernel.
     new_max = row_maximum(jnp.maximum(scores, row_max[:, None]))
     rescale, exponentials = jnp.exp(row_max - new_max), jnp.exp(scores - new_max[:, None])
     block_acc = blocked.product("qk,dk->qd", blocked.drop(exponentials, 0, 0), v)
@@ -91,9 +91,9 @@ def gradients(
     plan: BlockPlan,
     of_row_max: bool = False,
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
-    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``.
+    """The cotangents of query, key and value, given those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``.
 
-    ``of_row_max``: also of ``row_max``: minus the sums of a row's gradients of scores.
+    ``of_row_max``: also return the cotangent of ``row_max``: the negative sum of a row's score gradients.
     """
     rows, columns = plan.size
     blocked_call = _blocked_call(platform, call, plan)
@@ -113,7 +113,7 @@ def gradients(
         def visit(state: tuple, j: Index, masked: bool) -> tuple:
             d_q, d_k, d_v, *d_max = state
             one_head = functools.partial(softmax_sums, masked=masked)
-            # In the softmax's dtype, so that the blocks' gradients are added up in it.
+            # In the softmax's dtype, in which the blocks' gradients are added up.
             qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
 
             def sums(q: Array, k: Array, v: Array, row_max: Array = row_max) -> tuple[Array, ...]:
@@ -132,7 +132,7 @@ def gradients(
         d_query, *d_row_max = (lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0) for x, y in rows)
         return d_query, d_key, d_value, *d_row_max
 
-    # With the heads before the columns, as products return them.
+    # Heads come before columns, as in the products' results.
     zeros = (jnp.moveaxis(jnp.zeros(x.shape, dtype), 2, 3) for x in (keys, values))
     of_rows = [jnp.zeros_like(x) for x in by_row[: 1 + of_row_max]]
     results = _over_rows(row_of_blocks, _runs(platform, lists), (of_rows[0], *zeros, *of_rows[1:]))
@@ -142,7 +142,7 @@ def gradients(
 
 
 def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:
-    """Runs of rows. A GPU's host waits for every condition of a loop with an unknown number of trips."""
+    """Runs of rows. A GPU's host waits for every condition of a loop whose number of iterations is unknown."""
     return runs_of_rows(lists) if platform in GPUS else [(0, lists[0].starts.shape[0] - 1)]
 
 
@@ -155,7 +155,7 @@ def _over_rows(row_of_blocks: Callable[[Run, Index, tuple], tuple], runs: Sequen
 
 @dataclasses.dataclass(frozen=True)
 class _BlockedCall:
-    """A call that is split into blocks of all heads at once."""
+    """A call split into blocks of all heads at once."""
 
     platform: str
     call: Call  # bias and slot masks padded to whole blocks
@@ -175,7 +175,7 @@ class _BlockedCall:
         j: Index,
         masked: bool,
     ) -> tuple[Array, ...]:
-        """``fn(blocked, block, *per_head)`` of one block of every head, as of a call with a single block.
+        """``fn(blocked, block, *per_head)`` for one block of every head, as if the call had only that block.
 
         ``out_axes``, ``per_head``: as in ``over_call``.
         """
@@ -184,7 +184,7 @@ class _BlockedCall:
             visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
             one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
             blocked = split_head(self.platform, head, one_block, differentiated=False)
-            # Not taken from blocked: of arrays with an axis for the one block, XLA for GPU transposes copies.
+            # Not taken from blocked: XLA for GPU transposes copies of arrays with an axis for the single block.
             qkv = head.query, head.key.swapaxes(0, 1), head.value.swapaxes(0, 1)
             q, k, v = (x.astype(blocked.dtype) for x in qkv)
             return fn(blocked, Block(q, k, v, blocked.arrays.bias), *arrays)
@@ -223,7 +223,7 @@ def _parts(x: Array, size: int, fill: int | None = 0) -> Array:
 
 
 def _join(parts: Array, like: Array) -> Array:
-    """``_parts`` undone, without its padding: as many rows as ``like`` has."""
+    """The inverse of ``_parts``, without its padding: the result has as many rows as ``like``."""
     return lax.collapse(jnp.moveaxis(parts, 0, 1), 1, 3)[:, : like.shape[1]]
 
 

@@ -1,12 +1,12 @@
 """The derivatives of blockwise attention, in linear memory, on every platform and to any order.
 
-They all come from one linear rule. For a fixed ``row_max`` both sums of ``online_softmax``, ``acc`` and ``row_sum``,
-are plain sums over blocks, so their tangents are the sums of the blocks' tangents, and
+They all follow from one linear rule. For a fixed ``row_max``, both sums of ``online_softmax``, ``acc`` and ``row_sum``,
+are plain sums over blocks, so their tangents are sums of the blocks' tangents, and
 ``d out = (d acc - out d row_sum) / row_sum``. The rule is a scan over blocks that recomputes each block from its inputs
 (``accumulate``). JAX transposes it into the backward pass, again block by block, and differentiates it again for higher
-orders. So the derivative of a score function or a mask's arrays is JAX's, of ``BlockedHead.scores``.
+orders. JAX thus computes the derivatives of score functions and mask arrays by differentiating ``BlockedHead.scores``.
 
-On one accelerator, ``jattn._blocks.all_heads`` computes the cotangents of query, key and value.
+On a single accelerator, ``jattn._blocks.all_heads`` computes the cotangents of query, key and value.
 """
 
 import dataclasses
@@ -44,26 +44,27 @@ def differentiable(
     returns_error: bool = True,
     formula: Callable[[Call], tuple[Array, Array]] | None = None,
 ) -> tuple[Array, Array]:
-    """``(out, lse)`` of one head or of many, with the rule at the top of this file.
+    """``(out, lse)`` of one or more heads, with the derivative rule at the top of this file.
 
     Args:
         forward: ``(platform, call, *static, with_error) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
-            ``[..., T, ..., D]``; the others ``[..., T, ...]``. ``with_error``: then also ``rounding_error`` of ``out``.
+            ``[..., T, ..., D]``; the others ``[..., T, ...]``. ``with_error``: also return the ``rounding_error`` of
+            ``out``.
         accumulate: ``(platform, call, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
-        call: of one head or of many, canonical.
-        static: hashable.
-        backward: ``(platform, (call, results, *static), cotangents, wanted) -> those of the arrays in call``: the
-            reverse derivative, written by hand, where nothing but the first ``count`` arrays is differentiated, or also
-            there if ``not alone``; None: all arrays. ``results``: what ``forward`` returned; ``cotangents``: of
-            ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the numbers of the arrays
-            whose cotangents are needed.
-        lse: ``(platform, call, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
-            others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
-        returns_error: whether ``forward`` knows the rounding error of ``out``. Scores that move together, as with what
-            keys have in common, change no weight. With a rounded ``out`` in the rule, a row's ``d_score`` do not sum to
-            0, and the gradient of the query has what is left times what the keys have in common.
-        formula: ``call -> (out, lse)``, from which JAX derives all that ``backward`` does not cover, in place of
-            ``accumulate``: faster where there are few pairs. Where it covers nothing, it also computes the results.
+        call: canonical, of one or more heads.
+        static: hashable arguments.
+        backward: ``(platform, (call, results, *static), cotangents, wanted) -> cotangents of the call's arrays``: the
+            handwritten reverse derivative, used where only the first ``count`` arrays are differentiated, or, if
+            ``not alone``, wherever they are; None: all arrays. ``results``: the results of ``forward``;
+            ``cotangents``: of ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the
+            numbers of the arrays whose cotangents are needed.
+        lse: ``(platform, call, *static) -> [..., T, ...]``: the lse of the scores of ``accumulate``, if ``forward``
+            computes other scores; its ``row_sum`` is then 1, or 0 for a row that sees nothing.
+        returns_error: whether ``forward`` knows the rounding error of ``out``. Scores that shift together, through a
+            component shared by all keys, change no weight. With a rounded ``out`` in the rule, a row's ``d_score`` do
+            not sum to 0, and the gradient of the query contains the remainder times the shared component.
+        formula: ``call -> (out, lse)``, from which JAX derives everything not covered by ``backward``, in place of
+            ``accumulate``: faster for few pairs. If ``backward`` covers nothing, the formula also computes the results.
     """
     leaves, (arrays, join), query, value = jax.tree.leaves(call), split_arrays(call), call.query, call.value
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -86,13 +87,13 @@ def differentiable(
     def rule(
         number: int, primals: Sequence[ArrayLike], in_tangents: Sequence[ArrayLike | SymbolicZero]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        arrays = [jnp.asarray(x) for x in primals]  # jax.jvp hands plain numbers on
+        arrays = [jnp.asarray(x) for x in primals]  # jax.jvp passes plain numbers through
         is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in in_tangents]
         known = [None if zero else jnp.asarray(x) for x, zero in zip(in_tangents, is_zero, strict=True)]
         others = any(x is not None for x in known[count:])
-        if formula is not None and alone and others and number == 3:  # the formula knows no rounding error
+        if formula is not None and alone and others and number == 3:  # the formula returns no rounding error
             return _of_formula(formula, join, arrays, known)
-        # With these names a remat policy can save everything that the rule needs in addition to the inputs.
+        # With these names, a remat policy can save everything that the rule needs besides the inputs.
         names = NAMES[0], NAMES[1], NAMES[1], NAMES[0]
         named = zip(compute(arrays, keeps_error), names, strict=False)
         z, row_max, _, *error = results = tuple(checkpoint_name(x, name) for x, name in named)
@@ -122,7 +123,7 @@ def _of_formula(
     arrays: Sequence[Array],
     tangents: Sequence[Array | None],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The results of ``differentiable``'s rule by JAX's derivative of the formula: an lse with a ``row_sum`` of 1."""
+    """Results for ``differentiable``'s rule when JAX differentiates the formula: the lse, with a ``row_sum`` of 1."""
     moved = [i for i, x in enumerate(tangents) if x is not None]
 
     def results(*inputs: Array) -> tuple[Array, ...]:
@@ -131,7 +132,7 @@ def _of_formula(
         row_max = lax.stop_gradient(lse)
         seen = row_max != -jnp.inf
         row_max = jnp.where(seen, row_max, jnp.finfo(lse.dtype).min)
-        # It is 1, and has all derivatives of a sum of exponentials.
+        # Its value is 1, with all derivatives of a sum of exponentials.
         return out, row_max, jnp.where(seen, jnp.exp(lse - row_max), 0.0)
 
     return jax.jvp(results, [arrays[i] for i in moved], [tangents[i] for i in moved])
@@ -139,24 +140,25 @@ def _of_formula(
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaTangents:
-    """Has the tangents of ``out`` and ``row_sum``, by JAX's derivative of the formula."""
+    """Computes the tangents of ``out`` and ``row_sum`` by JAX's derivative of the formula."""
 
     formula: Callable[[Call], tuple[Array, Array]]
 
     def __call__(self, platform: str, call: Call, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
         out, lse = self.formula(call)
-        row_sum = results[2]  # its own derivative is that of the rule
+        row_sum = results[2]  # its own derivative follows the rule
         return out.astype(row_sum.dtype), jnp.where(row_sum != 0, lse, 0.0) * row_sum
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tangents:
-    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned.
+    """Computes the tangents of ``out`` and ``row_sum`` for results of ``forward``.
 
-    ``rounded``: allow for the rounding of ``out``, in a pass of its own. Scores that move together change no weight,
-    but with a rounded ``out`` in the rule the tangent of their sum does not vanish. That hardly shows in the gradients
-    of query, key and value, but it does in those of biases and of what score functions capture, which sum over rows.
-    So does an lse that is not that of the scores: then ``lse`` computes theirs, as in ``differentiable``.
+    ``rounded``: account for the rounding of ``out``, in a separate pass. Scores that shift together change no weight,
+    but with a rounded ``out`` in the rule, the tangent of their sum does not vanish. The effect is small in the
+    gradients of query, key and value, but shows in the gradients of biases and of arrays captured by score functions,
+    which sum over rows. The same holds for an lse that does not match the scores: ``lse`` then computes the right one,
+    as in ``differentiable``.
     """
 
     accumulate: deferred.Function
@@ -171,7 +173,7 @@ class _Tangents:
         acc, row_sum = self.accumulate(platform, call, row_max, *static)
         rest = row_sum
         if self.rounded:
-            # If row_max moves by the tangent of the lse, hardly a tangent of row_sum is left to multiply out by.
+            # If row_max moves by the tangent of the lse, almost no tangent of row_sum remains to multiply by out.
             moved = self._moved(platform, call, row_max, row_sum * inverse, (acc, row_sum), *static)
             acc, rest = jax.tree.map(jnp.add, (acc, row_sum), moved)
         return acc * inverse[..., None] - exact_out(results) * (rest * inverse)[..., None], row_sum
@@ -179,7 +181,7 @@ class _Tangents:
     def _moved(
         self, platform: str, call: Call, row_max: Array, by: Array, like: tuple[Array, Array], *static: Hashable
     ) -> tuple[Array, Array]:
-        """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
+        """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has the tangent of ``by``."""
         arrays, join = split_arrays(call)
 
         @jax.custom_jvp
@@ -196,9 +198,9 @@ class _Tangents:
 
 
 def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
-    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero.
+    """The cotangents of ``acc`` and ``row_sum``, given those of ``out`` and ``row_sum``; None is zero.
 
-    With ``p = exp(score - row_max)`` they give ``d_value = sum_q p d_acc`` and
+    If ``p = exp(score - row_max)``, they give ``d_value = sum_q p d_acc`` and
     ``d_score = p (d_acc · value + d_row_sum)``: FlashAttention-2's backward pass (https://arxiv.org/abs/2307.08691).
     """
     out, _, row_sum, *_ = results
@@ -207,24 +209,24 @@ def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tup
     if d_out is None:
         return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
     d_acc = d_out * _inverse(row_sum)[..., None]
-    # Not d_acc times out: XLA would hold a second copy of it.
+    # Not d_acc times out, of which XLA would hold a second copy.
     return d_acc, d_row_sum - (d_out * exact_out(results)).sum(-1) * _inverse(row_sum)
 
 
 def exact_out(results: Sequence[Array]) -> Array:
-    """``out`` in the softmax's dtype, with its rounding error where ``results`` have it."""
+    """``out`` in the softmax's dtype, plus its rounding error if ``results`` include it."""
     out, row_max, _, *error = results
     if not error:
         return out.astype(row_max.dtype)
-    # XLA otherwise leaves out the rounding of out where it sees it, and the error would be added to the exact output.
+    # XLA otherwise omits the rounding of out where it can, and the error would be added to the exact output.
     out, error = lax.optimization_barrier((out, error[0]))
     return out.astype(row_max.dtype) + error.astype(row_max.dtype)
 
 
 def is_whole(call: Call) -> bool:
-    """Whether ``balanced`` applies to a canonical call in 16 bits: with all keys of a row, and no score function.
+    """Whether ``balanced`` applies to a canonical 16-bit call: it has all keys of a row and no score function.
 
-    A query in the softmax's dtype has a part of the keys.
+    A query in the softmax's dtype indicates a part of the keys.
     """
     return call.score_mod is None and call.query.dtype == call.key.dtype != softmax_dtype(call.query)
 
@@ -236,12 +238,13 @@ def balanced(
     of_qkv: Sequence[Array],
     totals: Array,
 ) -> list[Array]:
-    """The cotangents of query, key and value, ``of_qkv``, where products round their factors to 16 bits.
+    """The cotangents ``of_qkv`` of query, key and value, corrected where products round their factors to 16 bits.
 
-    Then the weights whose sum ``out`` is were rounded, and maybe ``d_score``, so that its sum over a row, ``totals
-    [B,T,N]``, is not what it should be: the cotangent of the lse. What is missing, times what the keys have in common,
-    is added to the cotangent of the query. The mean of the finite keys that somebody sees, whose ``d_value`` is not 0,
-    stands for that, as far as keys deviate little from it: where they do not, a row's few keys may be far from it.
+    The weights summed into ``out`` were then rounded, and possibly ``d_score``, so that the latter's sum over a row,
+    ``totals [B,T,N]``, differs from its correct value, the cotangent of the lse. The difference times the component
+    shared by all keys is added to the cotangent of the query. That component is estimated by the mean of the finite
+    keys seen by some query, which have a nonzero ``d_value``, as far as keys deviate little from it: where they deviate
+    more, a row's few keys may be far from the mean.
     """
     d_query, d_key, d_value = of_qkv
     d_row_sum, dtype = cotangents[1], totals.dtype
@@ -258,7 +261,7 @@ def balanced(
 
 
 def _inverse(row_sum: Array) -> Array:
-    # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
+    # Not maximum(row_sum, 1), which would halve second derivatives at a row_sum of 1.
     return 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
 
 
@@ -274,8 +277,8 @@ def accumulate(
 def accumulate_head(platform: str, head: Call, plan: BlockPlan, row_max: Array) -> tuple[Array, Array]:
     """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
 
-    In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a
-    larger set of keys, the ``acc`` of all its subsets add up to the output, and their ``row_sum`` to 1.
+    In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a larger set of keys, the
+    ``acc`` of its parts add up to the output, and their ``row_sum`` to 1.
     """
     blocked = split_head(platform, head, plan)
     dtype = blocked.arrays.q.dtype
@@ -302,7 +305,7 @@ def gradients_of_qkv(
 ) -> Sequence[Array]:
     """The cotangents of query, key and value of a call.
 
-    ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
+    ``results`` and ``cotangents`` belong to ``forward``, as in ``differentiable``.
     """
     row_max, of_results = results[1], of_sums(results, cotangents)
     plan, whole = plan_call(platform, call, sizes), platform != "cpu" and is_whole(call)

@@ -1,4 +1,4 @@
-"""The equations of one block of one head: its scores, its softmax sums, and the arrays it reads."""
+"""The equations of one block of one head: its scores, softmax sums, and input arrays."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 class HeadArrays(NamedTuple):
     """One head's arrays, split into blocks.
 
-    Keys and values are transposed. The products then yield their gradients transposed too; on CPU, XLA's product is
+    Keys and values are transposed, and the products then yield transposed gradients as well; on CPU, XLA's product is
     four times slower if it has to transpose the long axis.
     """
 
@@ -36,7 +36,7 @@ class HeadArrays(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The slices of the arrays that block ``(i, j)`` reads."""
+    """The array slices that block ``(i, j)`` reads."""
 
     q: Array  # [rows, H]
     k: Array  # [H, columns]
@@ -45,13 +45,13 @@ class Block(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """How to split a head: the block size, and the tables and ``all_seen`` of its ``Visibility``, and ``cut``."""
+    """How to split a head: the block size, the tables and ``all_seen`` of its ``Visibility``, and ``cut``."""
 
     size: tuple[int, int]
     any_visible: AnyArray
     all_visible: AnyArray
     all_seen: bool  # every query sees a key and every key is seen
-    pieces: tuple[Piece, ...] = ()  # of partial blocks, if they are cut; rows that are in none see nothing there
+    pieces: tuple[Piece, ...] = ()  # of partial blocks, if they are cut; rows in no piece see nothing there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,12 @@ class BlockedHead:
     call: Call  # with first_batch and first_head as arrays
     scale: Array
     plan: BlockPlan
-    dtype: DTypeLike  # the softmax's, of blocks and their results
+    dtype: DTypeLike  # the softmax's dtype, used for blocks and their results
     product_dtype: DTypeLike
-    lists: tuple[BlockList, BlockList]  # of the full and of the partial blocks
+    lists: tuple[BlockList, BlockList]  # of full and of partial blocks
 
     def visible(self, i: Index, j: Index, piece: Piece | None = None) -> Array:
-        """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
+        """The visible pairs of a partial block or a piece of it, bool ``[rows, columns]``."""
         indices = self.indices(i, j, piece)
         visible = jnp.ones((indices[2].shape[0], indices[3].shape[1]), bool)
         for mask in self.call.masks:
@@ -79,7 +79,7 @@ class BlockedHead:
     def scores(self, block: Block, i: Index, j: Index, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
         """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``.
 
-        With ``piece``, those of its rows and columns alone.
+        With ``piece``, only for its rows and columns.
         """
         q, k, v, bias = block
         if piece is not None:
@@ -100,15 +100,15 @@ class BlockedHead:
     def softmax_sums(
         self, scores: Array, v: Array, row_max: Array, i: Index, j: Index, piece: Piece | None = None
     ) -> tuple[Array, Array]:
-        """The contribution of the block, or of a piece of it, to ``acc`` and ``row_sum``."""
+        """The contribution of the block, or a piece of it, to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
         row_sum = jnp.sum(exponentials, axis=1)
         return self.product("qk,dk->qd", self.drop(exponentials, i, j, piece), v), row_sum
 
     def by_piece(self, masked: bool, compute: Callable[[Piece | None], PyTree], untouched: PyTree) -> PyTree:
-        """``compute(None)``; of a partial block that is cut, ``compute`` of every piece, for its rows, joined.
+        """``compute(None)``; for a cut partial block, the joined results of ``compute`` for the rows of each piece.
 
-        ``untouched``: what is returned of rows that are in no piece, a tree of arrays ``[rows, ...]``.
+        ``untouched``: the result for rows in no piece, a tree of arrays ``[rows, ...]``.
         """
         if not masked or not self.plan.pieces:
             return compute(None)
@@ -122,11 +122,11 @@ class BlockedHead:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
     def drop(self, exponentials: Array, i: Index, j: Index, piece: Piece | None = None) -> Array:
-        """The exponentials, or weights, of the block after dropout."""
+        """The block's exponentials, or weights, after dropout."""
         return drop(exponentials, self.call.dropout, self.indices(i, j, piece))
 
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
-        """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
+        """An einsum in ``product_dtype`` that accumulates in its arguments' dtype, as do its derivatives."""
         return _product(subscripts, self.product_dtype, self.call.precision, x, y)
 
     def take(self, i: Index, j: Index, *, transposable: bool = True) -> Block:
@@ -147,7 +147,7 @@ class BlockedHead:
 def split_head(platform: str, head: Call, plan: BlockPlan, *, differentiated: bool = True) -> BlockedHead:
     """Splits one head into blocks.
 
-    ``differentiated``: keep query, key and value in the softmax's dtype, in which the gradients of blocks are added up.
+    ``differentiated``: keep query, key and value in the softmax's dtype, in which block gradients are added up.
     """
     q, k, v = head.query, head.key, head.value
     (T, S), dtype, (rows, columns) = head.lengths, softmax_dtype(q), plan.size
@@ -206,8 +206,8 @@ def _product(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, x: Arr
 
 def _product_jvp(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, primals: tuple, tangents: tuple):
     # The tangents keep their dtype. If they were cast like the operands, the transposed products would be rounded to
-    # ``dtype`` block by block, before they are summed. A tangent that is zero is not multiplied: that would be work for
-    # nothing, and XLA's CPU compiler (jaxlib 0.10 to 0.12) gives wrong numbers for some products with a constant.
+    # ``dtype`` block by block before they are summed. A zero tangent is not multiplied: the work would be wasted, and
+    # XLA's CPU compiler (jaxlib 0.10 to 0.12) gives wrong numbers for some products with a constant.
     (x, y), (dx, dy) = primals, tangents
     einsum = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=x.dtype)
     out = _product(subscripts, dtype, precision, x, y)
@@ -221,7 +221,7 @@ _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
 def product_dtype(platform: str, x: Array) -> DTypeLike:
-    """The dtype of products: the inputs' own; at least float32 on CPU, where that is faster."""
+    """The dtype of products: the inputs' dtype, but at least float32 on CPU, where that is faster."""
     return softmax_dtype(x) if platform == "cpu" else x.dtype
 
 
@@ -235,7 +235,7 @@ def pad_to_blocks(array: Array, block_size: Size) -> Array:
 def pad_slot_masks(
     slot_masks: Iterable[AnyArray], lengths: tuple[Length, Length], block_size: Size, lead: tuple[int, ...] = ()
 ) -> list[Array]:
-    """Slot masks ``[*lead, T|1, S|1]`` zero-padded to whole blocks, with those that hide the padding of the others."""
+    """Slot masks ``[*lead, T|1, S|1]`` zero-padded to whole blocks, plus masks that hide other arrays' padding."""
     (T, S), (rows, columns) = lengths, block_size
     slot_masks = list(slot_masks)
     if T % rows != 0:

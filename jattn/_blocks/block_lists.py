@@ -1,4 +1,4 @@
-"""How the ``[T,S]`` matrix is split into blocks: their size, pieces of partial blocks, and lists of blocks to visit."""
+"""How the ``[T,S]`` matrix is split: block sizes, pieces of partial blocks, and lists of blocks to visit."""
 
 import itertools
 import operator
@@ -14,12 +14,12 @@ from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 from jattn._mods.pytree import pytree_dataclass, static_field
 
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
-PIECE = 256  # rows and columns in which partial blocks are cut
+PIECE = 256  # rows and columns of the pieces of partial blocks
 WORTH = 0.85
-MOST_RUNS = 2  # loops over rows of blocks; XLA keeps buffers for each, and compiles each
+MOST_RUNS = 2  # loops over rows of blocks; XLA compiles each and keeps buffers for it
 Size = tuple[int, int]  # rows and columns of a block
 Piece = tuple[slice, slice]
-Run = tuple[Any, Any]  # the first of some rows, and the end
+Run = tuple[Any, Any]  # the first row, and the end
 Visit = Callable[[PyTree, Index, bool], PyTree]  # ``(state, j, masked) -> state``, as ``fold_row`` calls it
 Tables = tuple[AnyArray, AnyArray]  # ``any_visible`` and ``all_visible`` of ``jattn._blocks.block_mask``
 
@@ -48,15 +48,15 @@ def choose_blocks(
     cuts: bool = False,
     large_if_cut: bool = False,
 ) -> tuple[Size, Tables, tuple[Piece, ...]]:
-    """The block size, ``tables(size)``, those of ``Visibility.blocks``, and ``cut`` of the partial blocks.
+    """The block size, ``tables(size)`` from ``Visibility.blocks``, and the ``cut`` of the partial blocks.
 
     Large blocks keep products near the machine's peak rate and the loop short: at H = 64 on two cores, small blocks
-    cost an eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay for that, as for a
-    window. Only a static table shows this while tracing. ``block_sizes`` overrides.
+    cost an eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay for this, as with a
+    window. Only a static table shows this while tracing. ``block_sizes`` overrides the choice.
 
-    ``cuts``: cut partial blocks. ``large_if_cut``: then keep large blocks wherever that leaves out enough of them. On
-    an AVX-512 CPU 2048 causal tokens then take a fifth less time and 5 MiB more; gradients, which hold several arrays
-    of a block's size, would win 3% and need several times as much.
+    ``cuts``: cut partial blocks. ``large_if_cut``: then keep large blocks wherever cutting leaves out enough of them.
+    On an AVX-512 CPU, 2048 causal tokens then take a fifth less time and 5 MiB more memory; gradients, which hold
+    several block-sized arrays, would gain 3% and need several times as much memory.
     """
     if block_sizes is not None:
         rows, columns = two_sizes(block_sizes)
@@ -69,7 +69,7 @@ def choose_blocks(
     large = tile(T, S)
     if cuts and large_if_cut:
         coarse = tables(large)
-        several = isinstance(coarse[0], np.ndarray) and coarse[0].size > 1  # a single block is rather divided
+        several = isinstance(coarse[0], np.ndarray) and coarse[0].size > 1  # a single block is divided instead
         pieces = cut(tables, large, coarse) if several else ()
         if pieces:
             return large, coarse, pieces
@@ -78,7 +78,7 @@ def choose_blocks(
 
 
 def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> tuple[Size, Tables]:
-    """``large`` or ``small`` and its tables: small blocks if they skip enough more."""
+    """``large`` or ``small`` and its tables: small blocks if they skip sufficiently more."""
     coarse = tables(large)
     if small != large and isinstance(coarse[0], np.ndarray) and coarse[0].size:
         fine = tables(small)
@@ -88,10 +88,10 @@ def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> t
 
 
 def cut(tables: Callable[[Size], Tables], size: Size, block_tables: Tables) -> tuple[Piece, ...]:
-    """The pieces of every partial block that hold its visible pairs: for some rows, the columns that any of them sees.
+    """The pieces of every partial block that hold its visible pairs: for some rows, the columns seen by any of them.
 
-    The diagonal blocks of a causal mask need ten sixteenths of their pairs. None if the tables are not static, or
-    little is left out. ``block_tables``: ``tables(size)``.
+    The diagonal blocks of a causal mask need ten sixteenths of their pairs. None if the tables are not static or little
+    would be left out. ``block_tables``: ``tables(size)``.
     """
     parts = [step // PIECE for step in size]
     if min(parts) < 2 or any(step % number for step, number in zip(size, parts, strict=True)):
@@ -118,7 +118,7 @@ def cut(tables: Callable[[Size], Tables], size: Size, block_tables: Tables) -> t
 
 
 def two_sizes(block_sizes: Any, multiples_of: int = 1) -> Size:
-    """The argument ``block_sizes``, checked."""
+    """The checked argument ``block_sizes``."""
     try:
         rows, columns = (int(operator.index(size)) for size in block_sizes)
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def two_sizes(block_sizes: Any, multiples_of: int = 1) -> Size:
 
 
 def split_axis(x: AnyArray, axis: int, size: int, fill: int | None = 0) -> AnyArray:
-    """``x`` with ``axis`` split into ``[parts, size]``, padded with ``fill``; None repeats the last entry."""
+    """``x`` with ``axis`` split into ``[parts, size]``, padded with ``fill`` (None repeats the last entry)."""
     xp = np if isinstance(x, np.ndarray) else jnp
     axis %= x.ndim
     length, parts = x.shape[axis], cdiv(x.shape[axis], size)
@@ -146,7 +146,7 @@ def split_axis(x: AnyArray, axis: int, size: int, fill: int | None = 0) -> AnyAr
 class BlockList:
     """Blocks, row by row: the p-th is ``(row[p], column[p])``, and row i holds ``starts[i]`` up to ``starts[i+1]``.
 
-    ``whole``: all entries are blocks. Otherwise only the first ``starts[-1]`` are, a number known at run time.
+    ``whole``: all entries are blocks. Otherwise, only the first ``starts[-1]`` are, a number known at run time.
     """
 
     row: AnyArray
@@ -157,8 +157,8 @@ class BlockList:
     def of_row(self, i: Index, run: Run | None = None) -> tuple[Index, Index, Callable[[Index], Index]]:
         """``(start, end, column)``: row i holds the blocks ``column(p)`` for ``start <= p < end``.
 
-        Neighbouring columns, the usual case, are counted instead of looked up. What is the same for all rows of the
-        ``run`` that i is in is a plain number.
+        Adjacent columns, the usual case, are counted instead of looked up. Values shared by all rows of the ``run``
+        that contains i are plain numbers.
         """
         if isinstance(self.column, np.ndarray):
             counts, offsets = np.diff(self.starts), self.column - np.arange(len(self.column))
@@ -173,13 +173,13 @@ class BlockList:
 def _of_run(by_row: np.ndarray, i: Index, run: Run | None) -> Index:
     values = by_row[slice(*run)] if run else by_row[:0]
     same = values.size and (values == values[0]).all()
-    return int(values[0]) if same else jnp.asarray(by_row, jnp.int32)[i]  # also in x64
+    return int(values[0]) if same else jnp.asarray(by_row, jnp.int32)[i]  # even with x64
 
 
 def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
-    """Neighbouring rows with as many blocks, so that the number of trips through the loop over them is a constant.
+    """Adjacent rows with equally many blocks, so that the loop over their blocks has a constant number of iterations.
 
-    All rows are one run if the lists are known only at run time, or if there would be more than ``MOST_RUNS``.
+    All rows form one run if the lists are known only at run time, or if there would be more than ``MOST_RUNS``.
     """
     (full, partial), rows = lists, lists[0].starts.shape[0] - 1
     if not isinstance(full.starts, np.ndarray) or not isinstance(partial.starts, np.ndarray) or rows == 0:
@@ -192,7 +192,7 @@ def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
 def fold_row(
     lists: tuple[BlockList, BlockList], i: Index, visit: Visit, state: PyTree, run: Run | None = None
 ) -> PyTree:
-    """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones.
+    """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: full blocks first, then partial ones.
 
     ``run``: as in ``BlockList.of_row``.
     """
@@ -205,7 +205,7 @@ def fold_row(
 
 
 def block_lists(any_visible: AnyArray, all_visible: AnyArray) -> tuple[BlockList, BlockList]:
-    """The full and the partial blocks of one pair of tables ``[blocks of T, blocks of S]``."""
+    """The full and partial blocks of one pair of tables ``[blocks of T, blocks of S]``."""
     return _list(all_visible), _list(any_visible & True ^ all_visible)
 
 

@@ -1,8 +1,8 @@
 """Decides which blocks of the ``[T,S]`` matrix are computed: block sizes, tables of visible blocks, ``block_mask``.
 
-A block without a visible pair is *empty* and skipped. A block whose pairs are all visible is *full* and computed
-without a mask. All others are *partial*. As in ``Mask.bounds``, ``any_visible`` tells which blocks are not empty and
-``all_visible`` which are full. The tables are NumPy arrays if masks and positions are static; empty blocks then
+A block without visible pairs is *empty* and skipped. A block with only visible pairs is *full* and computed without a
+mask. All others are *partial*. As in ``Mask.bounds``, ``any_visible`` marks the blocks that are not empty and
+``all_visible`` the full ones. The tables are NumPy arrays if masks and positions are static; empty blocks then
 disappear while tracing.
 """
 
@@ -26,7 +26,7 @@ from jattn.masks import Mask, MaskFunction, bounds
 
 
 class Visibility(NamedTuple):
-    """What decides which pairs of T queries and S keys are visible: all masks together.
+    """All masks together, which decide which pairs of T queries and S keys are visible.
 
     ``b``, ``h``: index arrays of the leading axes. Positions are ``[..., T]`` and ``[..., S]``, or None for the slots
     themselves. ``slot_masks``: bool arrays ``[..., T|1, S|1]``. Leading axes broadcast.
@@ -43,14 +43,14 @@ class Visibility(NamedTuple):
     def blocks(self, size: Size) -> Tables:
         """``(any_visible, all_visible)``, each ``[..., blocks of T, blocks of S]``.
 
-        An axis on which nothing depends stays 1.
+        Axes on which nothing depends keep size 1.
         """
         (T, S), (rows, columns) = self.lengths, size
         b, h, q_positions, kv_positions, slot_masks = known((*self[3:], list(self.slot_masks)))
         b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
         q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
         kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
-        # A block that extends past the end of a sequence is never full.
+        # A block extending past the end of a sequence is never full.
         ends = [(arange(cdiv(length, step)) + 1) * step for length, step in zip(self.lengths, size, strict=True)]
         all_visible = (ends[0] <= T)[:, None] & (ends[1] <= S)[None, :]
         any_visible = all_visible | True
@@ -67,8 +67,8 @@ class Visibility(NamedTuple):
     def all_seen(self) -> bool:
         """Whether it is known while tracing that every query sees the key in its own slot.
 
-        If so, every key is seen and every query sees a key, and no block has to guard against NaN in unseen ones. That
-        guard is a tenth of the work of partial blocks.
+        If so, every key is seen and every query sees a key, and no block has to guard against NaN in unseen slots. The
+        guard accounts for a tenth of the work of partial blocks.
         """
         T, S = self.lengths
         if not isinstance(T, int) or T != S or self.slot_masks or any(map(holds_plain_function, self.masks)):
@@ -77,12 +77,12 @@ class Visibility(NamedTuple):
         b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
         q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
         with calling("mask"):
-            values = [mask(b, h, q, kv) for mask in masks]  # the pairs themselves; bounds may cost O(T) each
+            values = [mask(b, h, q, kv) for mask in masks]  # evaluates the pairs themselves; bounds may cost O(T) each
         return all(isinstance(value, np.ndarray | np.generic) and bool(value.all()) for value in values)
 
 
 def _ranges(positions: AnyArray | None, length: Length, size: int) -> tuple[AnyArray, AnyArray]:
-    """The least and greatest position of each block."""
+    """The smallest and largest position of each block."""
     blocks = split_axis(arange(length) if positions is None else positions, -1, size, fill=None)
     return blocks.min(-1), blocks.max(-1)
 
@@ -106,7 +106,7 @@ class BlockMask(Mask):
     def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Tables:
         (rows, columns), (T, S) = self.size, self.lengths
         B, N = self.any_visible.shape[:2]
-        b, h = (0 if size == 1 else index for index, size in ((b, B), (h, N)))  # a size of 1 is shared
+        b, h = (0 if size == 1 else index for index, size in ((b, B), (h, N)))  # an axis of size 1 is shared
         inside = (b >= 0) & (b < B) & (h >= 0) & (h < N)
         inside = inside & (q_min >= 0) & (q_max < T) & (kv_min >= 0) & (kv_max < S)
         block = (b, h, q_min // rows, q_max // rows, kv_min // columns, kv_max // columns)
@@ -124,11 +124,11 @@ def block_mask(
     num_heads: int | None = None,
     block_sizes: tuple[int, int] | None = None,
 ) -> BlockMask:
-    """Adds to ``mask`` the exact tables of its blocks, by evaluating every pair once, in linear memory.
+    """Adds exact block tables to ``mask`` by evaluating every pair once, in linear memory.
 
-    Use it for a plain function: attention cannot skip its empty blocks otherwise. Make it once, outside the layers and
-    steps that use it, and pass it as ``mask=`` to any of them. It combines with other masks by ``&``, ``|`` and ``~``.
-    If made outside ``jit``, its tables are static and empty blocks cost nothing.
+    Use this for a plain function, whose empty blocks attention cannot otherwise skip. Create the mask once, outside the
+    layers and steps that use it, and pass it as ``mask=`` to any of them. It combines with other masks via ``&``, ``|``
+    and ``~``. If created outside ``jit``, its tables are static and empty blocks cost nothing.
 
     Args:
         mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise.
@@ -137,7 +137,7 @@ def block_mask(
         block_sizes: queries and keys per block of the tables; at most 512 by default.
 
     Returns:
-        A ``jattn.masks.Mask`` that equals ``mask`` pair by pair; a pytree.
+        A ``jattn.masks.Mask`` equal to ``mask`` for every pair; a pytree.
 
     Raises:
         ValueError: ``mask`` uses b without ``batch`` or h without ``num_heads``, or ``block_sizes`` are not two

@@ -21,18 +21,18 @@ def blockwise(
     block_sizes: tuple[int, int] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-    """``jattn.attend``, with the same options and results, without ever holding a ``[T,S]`` array.
+    """``jattn.attend`` with the same options and results, but without ever holding a ``[T,S]`` array.
 
-    Differentiable in forward and reverse mode, to any order, in ``q, k, v, bias, scale`` and every float array that
-    ``score_mod`` captures. Memory stays O(T + S) throughout, under every remat policy. Under ``vmap`` over anything
-    that the mask depends on, every block is computed; ``jattn.dot_product_attention`` decides outside of the vmap which
-    blocks to skip.
+    Differentiable in forward and reverse mode, to any order, with respect to ``q, k, v, bias, scale`` and every float
+    array captured by ``score_mod``. Memory use stays O(T + S) throughout, under every remat policy. Under ``vmap`` over
+    anything that affects the mask, every block is computed; ``jattn.dot_product_attention`` decides outside the vmap
+    which blocks to skip.
 
     Args:
         q, k, v: ``[T,H]``, ``[S,H]`` and ``[S,D]``, floats of one dtype.
         head: the head's index h for ``mask``, ``score_mod`` and dropout; ``over_heads`` passes it.
-        block_sizes: queries and keys per block; by default chosen from T, S and the platform. It changes results only
-            by rounding.
+        block_sizes: queries and keys per block; by default, chosen from T, S and the platform. Results differ only by
+            rounding.
         options: the other keywords of ``jattn.attend``: ``mask``, ``bias``, ``score_mod``, ``scale``, ``batch``,
             ``query_positions``, ``kv_positions``, ``dropout``, ``precision``.
 
@@ -40,7 +40,7 @@ def blockwise(
         ``(out [T,D], lse [T])``; lse is float32 (float64 for float64 input).
 
     Raises:
-        TypeError, ValueError: an array has the wrong shape or dtype, a mask or score function returns one, or
+        TypeError, ValueError: an array, or the result of a mask or score function, has the wrong shape or dtype, or
             ``block_sizes`` are not two positive integers.
 
     Example:

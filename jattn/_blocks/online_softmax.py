@@ -1,11 +1,11 @@
 """Attention in O(T + S) memory: the formulas of ``jattn._core.attention``, block by block.
 
-The forward pass is an online softmax (https://arxiv.org/abs/1805.02867; https://arxiv.org/abs/2112.05682). With
-``row_max`` the largest score of a row so far,
+The forward pass is an online softmax (https://arxiv.org/abs/1805.02867; https://arxiv.org/abs/2112.05682). Let
+``row_max`` be the largest score of a row so far. Then
 
     acc = sum_kv exp(score - row_max) v      row_sum = sum_kv exp(score - row_max)      out = acc / row_sum
 
-Empty blocks are skipped and full blocks are computed without a mask (``jattn._blocks.block_mask``). All functions are
+Empty blocks are skipped, and full blocks are computed without a mask (``jattn._blocks.block_mask``). All functions are
 plain functions, traced for a ``platform`` (``jattn._core.deferred``). ``backward`` attaches their derivatives.
 """
 
@@ -35,7 +35,7 @@ def forward(
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``).
 
-    ``with_error``: also the ``rounding_error`` of ``out``.
+    ``with_error``: also return the ``rounding_error`` of ``out``.
     """
     plan = plan_call(platform, call, sizes, forward=True)
     if platform in all_heads.GPUS and plan.all_at_once and not call.sharded:
@@ -62,9 +62,9 @@ def online_softmax(
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``, in the softmax's dtype.
 
-    ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
-    for TPU otherwise computes every exponential twice, once for ``row_sum`` and once inside the product.
-    ``with_error``: as in ``forward``.
+    ``summed``: the product with the values, which have a column of ones appended, also computes ``row_sum``. XLA for
+    TPU otherwise computes every exponential twice: once for ``row_sum`` and once inside the product. ``with_error``: as
+    in ``forward``.
     """
     rows, q, v, dtype = blocked.plan.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
@@ -85,13 +85,13 @@ def online_softmax(
 
             return blocked.by_piece(masked, of_piece, state)
 
-        # The least float instead of -inf, because -inf - -inf is NaN.
+        # The lowest float instead of -inf, because -inf - -inf is NaN.
         state = (jnp.zeros((rows, v.shape[1] + summed), dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype),
                  jnp.zeros(rows, dtype))  # fmt: skip
         acc, row_max, row_sum = fold_row(blocked.lists, i, visit, state)
         if summed:
             acc, row_sum = acc[:, :-1], acc[:, -1]
-        # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
+        # The largest score adds 1 to row_sum, so only a row that sees nothing has a sum below 1.
         out = acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None]
         error = [rounding_error(out, out_dtype).astype(out_dtype)] if with_error else []
         return out.astype(out_dtype), row_max, row_sum, *error
@@ -100,11 +100,11 @@ def online_softmax(
 
 
 def scan_blocks(visit: VisitListed, carry: PyTree, blocked: BlockedHead) -> PyTree:
-    """``carry = visit(carry, i, j, masked, if_listed)`` over all blocks that are not empty.
+    """``carry = visit(carry, i, j, masked, if_listed)`` over all nonempty blocks.
 
     ``if_listed(compute, otherwise)`` is ``compute()``, except past the end of a list whose length is known only at run
-    time, where it is ``otherwise``. Slices of whole arrays are taken outside of it: inside a condition, their gradients
-    would be allocated anew in every iteration. Differentiated, the loop saves no block.
+    time, where it is ``otherwise``. Slices of whole arrays are taken outside it: inside a conditional, their gradients
+    would be allocated anew in every iteration. When differentiated, the loop saves no block.
     """
     for masked, blocks in zip((False, True), blocked.lists, strict=True):
         if blocks.row.shape[0] == 0:
@@ -130,7 +130,7 @@ def join_rows(blocks: Array, q: Array) -> Array:
 
 
 def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
-    """``row_max + log(row_sum)``; -inf for a row that saw nothing."""
+    """``row_max + log(row_sum)``; -inf for a row that sees nothing."""
     seen = row_sum != 0.0
-    lse = row_max + jnp.log(jnp.where(seen, row_sum, 1.0))  # 1, so that the derivative of the log is finite
+    lse = row_max + jnp.log(jnp.where(seen, row_sum, 1.0))  # 1 keeps the derivative of the log finite
     return jnp.where(seen, lse, -jnp.inf)

@@ -1,7 +1,7 @@
 """How the heads of a call are split into blocks, and whether they run one by one or all at once.
 
-The blocks to skip are chosen here, outside of any vmap, where a condition still saves work. All heads of a sequence
-share one table: a block is computed if any head sees it. If masks differ by sequence, each has its own table.
+The blocks to skip are chosen here, outside any vmap, where a conditional still saves work. All heads of a sequence
+share one table: a block is computed if any head sees it. If masks differ by sequence, each sequence has its own table.
 """
 
 import functools
@@ -46,8 +46,8 @@ class HeadsPlan(NamedTuple):
     ) -> PyTree[Array]:
         """``one_head(head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
 
-        ``recompute``: whether the backward pass computes a head that runs by itself again, instead of saving its
-        residuals. The rest as in ``over_call``.
+        ``recompute``: whether the backward pass recomputes a head that runs by itself instead of saving its residuals.
+        Other arguments are as in ``over_call``.
         """
         count, by_itself = len(per_head), self.heads is sequential_vmap
 
@@ -70,8 +70,8 @@ def plan_call(platform: str, call: Call, sizes: BlockSizes, *, forward: bool = F
     """The plan of a canonical call (``jattn._core.vmap.canonical``).
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
-    the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for
-    all sequences. On one accelerator vmap, but over sequences only if they share a table.
+    the cache. Looping over an axis that may be sharded over devices would gather it, so such axes use vmap, with one
+    table for all sequences. One accelerator also uses vmap, but over sequences only if they share a table.
     """
     size, (any_visible, all_visible), pieces = choose_blocks(
         functools.partial(block_table, call), *call.lengths, sizes, cuts=platform == "cpu", large_if_cut=forward
@@ -97,7 +97,7 @@ def plan_head(platform: str, head: Call, block_sizes: BlockSizes, *, forward: bo
 
 
 def visibility(call: Call) -> Visibility:
-    """Which pairs of a call are visible, with leading axes ``[B|1, N|1]``."""
+    """The visibility of a call's pairs, with leading axes ``[B|1, N|1]``."""
     B, _, N, _ = call.query.shape
     b, h = call.first_batch + arange(B)[:, None], call.first_head + arange(N)[None, :]
     positions = (None if x is None else x[:, None] for x in (call.query_positions, call.kv_positions))
@@ -111,14 +111,14 @@ def block_table(call: Call, size: Size) -> Tables:
 
 
 def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
-    """How much of the ``[T,S]`` matrix a plan computes, as a predicate of the kernel that has it."""
+    """The fraction of the ``[T,S]`` matrix computed by a plan, as a predicate for the kernel that uses it."""
     any_visible, all_visible = plan.any_visible, plan.all_visible
     if not isinstance(any_visible, np.ndarray) or not isinstance(all_visible, np.ndarray):
         return "skips empty blocks; which they are depends on arrays that are known only when it runs"
     (rows, columns), (T, S) = plan.size, lengths
 
     def pairs(piece: Piece) -> AnyArray:
-        """How many of the pairs in this piece of each block lie within the matrix, ``[blocks of T, blocks of S]``."""
+        """The number of pairs within the matrix in this piece of each block, ``[blocks of T, blocks of S]``."""
         ends = [np.arange(cdiv(length, size)) * size for length, size in zip(lengths, plan.size, strict=True)]
         sides = zip(lengths, ends, piece, strict=True)
         counts = [np.clip(length - starts, part.start, part.stop) - part.start for length, starts, part in sides]

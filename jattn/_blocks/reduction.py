@@ -21,14 +21,14 @@ from jattn._mods.arrays import Length, cdiv, pad_end
 from jattn._mods.closure_convert import Traced, traced
 from jattn._mods.pytree import pytree_dataclass, static_field
 
-# A step that gets log weights, which are -inf where a weight is 0, and its sequence's entries of further arrays.
+# A step that receives log weights, which are -inf where a weight is 0, and its sequence's entries of further arrays.
 LogStep = Callable[Concatenate[Any, Array, Array, Array, ...], Any]
 
 
-# What masks alone tell: the number of keys that each query sees, and of visible pairs at each offset, of the queries
-# for which ``Reduction.rows["counts"]`` is True.
+# Counts that depend only on masks: the number of keys seen by each query, and of visible pairs at each offset, for the
+# queries with a true ``Reduction.rows["counts"]``.
 COUNTS = {"visible": "row_sum", "visible_at": "diagonal_sum"}
-HIDDEN = -1e8  # the highest score that hides a pair, in dtypes that have it
+HIDDEN = -1e8  # the highest score that hides a pair, in dtypes that can represent it
 
 
 # A step of ``jattn.fold_weights``, ``(carry, weights [t,s], q_idx, kv_idx) -> carry`` over slots.
@@ -37,15 +37,15 @@ FoldStep = Callable[[Any, Array, Array, Array], Any]
 
 @pytree_dataclass
 class Reduction:
-    """Sums over the pairs of a query and a key, of values that depend on the weight.
+    """Sums over query-key pairs of values that depend on the weight.
 
-    ``values(log_weights, row, column) -> {name: values}`` is elementwise: the data of queries and keys, ``row`` and
-    ``column``, broadcast against the log weights, whose axes may come in either order. It compares by value and holds
-    no arrays. A hidden pair, of log weight -inf (``lowest_score``), must add nothing, or -inf to a ``"row_max"``, whose
-    values are never NaN: a maximum on a CPU would drop it.
+    ``values(log_weights, row, column) -> {name: values}`` is elementwise: ``row`` and ``column``, the data of queries
+    and keys, broadcast against the log weights, whose axes may come in either order. It compares by value and holds no
+    arrays. A hidden pair, with a log weight of -inf (``lowest_score``), must add nothing, or -inf to a ``"row_max"``.
+    Values of a ``"row_max"`` are never NaN, which a maximum on a CPU would drop.
 
-    ``kinds``: each name with its kind: ``"row_sum"`` and ``"row_max"`` have a result per query, ``"column_sum"`` one
-    per key, and ``"diagonal_sum"`` one per offset of the key from the query.
+    ``kinds``: the kind of each name: ``"row_sum"`` and ``"row_max"`` have a result per query, ``"column_sum"`` one per
+    key, and ``"diagonal_sum"`` one per offset of the key from the query.
     """
 
     lse: Float[Array, "B T N"]
@@ -53,7 +53,7 @@ class Reduction:
     columns: dict[str, Bool[Array, "#B S"] | Int[Array, "#B S"]]
     values: Callable[[Array, dict[str, Array], dict[str, Array]], dict[str, Array]] = static_field()
     kinds: tuple[tuple[str, str], ...] = static_field()
-    counts: tuple[str, ...] = static_field(default=())  # names of COUNTS: numbers of pairs that the masks show
+    counts: tuple[str, ...] = static_field(default=())  # names in COUNTS: numbers of pairs visible under the masks
 
     @property
     def result_kinds(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Reduction:
 
 
 def reduce_weights(call: Call, reduction: Reduction, sizes: BlockSizes) -> dict[str, Array]:
-    """The results of a reduction, block by block; differentiable in its lse and in the arrays of the call."""
+    """The results of a reduction, block by block; differentiable with respect to its lse and the call's arrays."""
     lengths, kinds = (call.query.shape[1], call.key.shape[1]), dict(reduction.kinds)
     size = _block_size(call, sizes)
     T, S = (cdiv(length, of_block) * of_block for length, of_block in zip(lengths, size, strict=True))  # whole blocks
@@ -105,9 +105,9 @@ def reduce_weights(call: Call, reduction: Reduction, sizes: BlockSizes) -> dict[
 
 
 def lowest_score(call: Call) -> float:
-    """A score that is not above this hides a pair, as a mask does: -inf, as no other score is without bias or function.
+    """A score not above this hides a pair, as a mask does: -inf if the call has no bias or score function.
 
-    With these, also -1e8, or in float16 half its lowest number: what an additive mask adds, such as ``finfo.min``.
+    With either, -1e8, or half the lowest number in float16, to cover additive masks, such as ``finfo.min``.
     """
     if call.bias is None and call.score_mod is None:
         return -math.inf
@@ -120,8 +120,8 @@ def fold_blocks(
 ) -> PyTree[Array]:  # fmt: skip
     """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of every head: carries ``[B,N,...]``.
 
-    ``step`` also gets its sequence's entries of the arrays ``per_sequence``, ``[B|1,...]``. As ``fold_weights``, but
-    with ``log_weights``, which are -inf where a score is not above ``lowest``.
+    ``step`` also receives its sequence's entries of the arrays ``per_sequence``, ``[B|1,...]``. Like ``fold_weights``,
+    but with ``log_weights``, which are -inf where a score is not above ``lowest``.
     """
     if 0 in (call.query.shape[1], call.key.shape[1]):  # there are no blocks
         lead = call.query.shape[0], call.query.shape[2]
@@ -148,12 +148,12 @@ def fold_blocks(
 
 
 def _block_size(call: Call, sizes: BlockSizes) -> Size:
-    """One block size for all platforms: that of the types of a step's arguments."""
+    """One block size for all platforms: the size in the types of a step's arguments."""
     return plan_call("", canonical(call), sizes).blocks.size
 
 
 def count_pairs(call: Call, reduction: Reduction, names: Sequence[str], sizes: BlockSizes) -> dict[str, Array]:
-    """These of the reduction's ``counts``."""
+    """The named ``counts`` of the reduction."""
     if not names:
         return {}
     results = reduction.results(call)
@@ -178,7 +178,7 @@ def _fold(
 
             def compute() -> list[Array]:
                 scores = blocked.scores(block, i, j, masked)[0]
-                log_weights = jnp.where(scores <= lowest, -jnp.inf, scores - row_lse)  # also where the lse is NaN
+                log_weights = jnp.where(scores <= lowest, -jnp.inf, scores - row_lse)  # even where the lse is NaN
                 q_idx = i * rows + jnp.arange(rows, dtype=i.dtype)
                 kv_idx = j * columns + jnp.arange(columns, dtype=j.dtype)
                 return step(*carry, log_weights, q_idx[:, None], kv_idx[None, :], *extra)
@@ -194,11 +194,11 @@ def _fold(
 def _count_pairs(
     platform: str, call: Call, counts: Array, sizes: BlockSizes, names: tuple[str, ...]
 ) -> dict[str, Array]:
-    """Evaluates masks in partial blocks only."""
+    """Evaluates masks only in partial blocks."""
     plan, (T, S) = plan_call(platform, call, sizes), (call.query.shape[1], call.key.shape[1])
     dtype, (rows, columns) = softmax_dtype(call.query), plan.blocks.size
     whole = cdiv(T, rows) * rows, cdiv(S, columns) * columns
-    # The rows of a full block that have a key at each of its offsets.
+    # The rows of a full block with a key at each of its offsets.
     offsets = np.arange(rows + columns - 1) - (rows - 1)
     first, end = np.clip(-offsets, 0, rows), np.clip(columns - offsets, 0, rows)
 
@@ -243,20 +243,20 @@ def _result_length(kind: str, T: Length, S: Length) -> Length:
 
 
 def _of_slots(sums: jax.Array, kind: str, lengths: tuple[Length, Length], whole: tuple[Length, Length]) -> jax.Array:
-    """The sums over whole blocks, as far as they are those of slots."""
+    """The sums over whole blocks, restricted to actual slots."""
     first = whole[0] - lengths[0] if kind == "diagonal_sum" else 0
     return sums[..., first : first + _result_length(kind, *lengths)]
 
 
 def _reduced(kind: str, values: jax.Array) -> jax.Array:
-    """A block's results of a kind of ``Reduction``."""
+    """A block's results for one kind of ``Reduction``."""
     if kind == "diagonal_sum":
         return _diagonal_sums(values)
     return values.max(1) if kind == "row_max" else values.sum(0 if kind == "column_sum" else 1)
 
 
 def _joined(sums: jax.Array, kind: str, block: jax.Array, starts: tuple[jax.Array, ...], first: Length) -> jax.Array:
-    """``sums`` with a block's results; ``starts``: its row and column; ``first``: where offsets of block 0, 0 begin."""
+    """``sums`` with a block's results; ``starts``: its row and column; ``first``: the first offset of block (0, 0)."""
     row, column = starts
     start = {"column_sum": column, "diagonal_sum": column - row + first}.get(kind, row)
     old = jax.lax.dynamic_slice(sums, (start,), block.shape)
@@ -268,7 +268,7 @@ def _diagonal_sums(block: jax.Array) -> jax.Array:
     """``[t,s] -> [t+s-1]``: the sum of each diagonal, from the lower left corner to the upper right."""
     t, s = block.shape
 
-    # Row by row: on CPU several times faster than reshapes or gathers.
+    # Row by row, which on CPU is several times faster than reshapes or gathers.
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
         row, start = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
         return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (start,), (s,)) + row, (start,))

@@ -1,1 +1,1 @@
-"""Computes attention of one head, maps it over many, and checks, traces and shards calls."""
+"""Computes the attention of one head, maps it over many heads, and checks, traces and shards calls."""

@@ -41,7 +41,7 @@ def make_call(
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
     dropout_rate: Any = 0.0, dropout_rng: Any = None, broadcast_dropout: Any = False, **options: Unpack[SharedOptions],
 ) -> Call:  # fmt: skip
-    """The checked call, batched; ``is_causal`` and ``local_window_size`` become masks. Arguments may be any objects."""
+    """The checked, batched call; ``is_causal`` and ``local_window_size`` become masks. Arguments may be any objects."""
     query, key, value = _qkv(query, key, value)
     (B, T, N, _), S = query.shape, key.shape[1]
     masks: list[Any] = [Causal()] if flag("is_causal", is_causal) else []
@@ -65,7 +65,7 @@ def make_head(
     q: Any, k: Any, v: Any, *, mask: MaskLike | None = None, bias: Any = None, batch: Any = None, head: Any = None,
     dropout: Any = None, **options: Unpack[SharedOptions],
 ) -> Call:  # fmt: skip
-    """The call of one head, checked, with the options of ``attend``; ``v`` is None if only the weights are needed."""
+    """The checked call of one head, with the options of ``attend``; ``v`` is None if only the weights are needed."""
     arrays = _same_dtype({"q": q, "k": k} | ({} if v is None else {"v": v}))
     q, k, v = arrays["q"], arrays["k"], arrays.get("v")
     by_key = k if v is None else v
@@ -97,8 +97,8 @@ def make_head(
 def _make(
     query: Array, key: Array, value: Array | None, sizes: Mapping[str, Length], masks: Sequence[Any], **options: Any
 ) -> Call:
-    """The checked call with these fields and the masks; ``sizes``: the sizes of its axes, by their letters."""
-    # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
+    """The checked call with these fields and the masks; ``sizes``: the sizes of its axes, by letter."""
+    # Arrays captured by a jitted function are concrete: as NumPy arrays, they are static.
     static = known if isinstance(query, Tracer) else lambda x: x
     slot_masks = [_fitting("mask", static(mask), sizes, "slot_masks") for mask in masks if not callable(mask)]
     for name, x in options.items():
@@ -151,11 +151,11 @@ def _types(arrays: Mapping[str, Array]) -> str:
 
 
 def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyArray:
-    """The argument ``name`` as an array of a field of ``Call``: with all of its axes, integers as int32."""
+    """The argument ``name`` as the array of a ``Call`` field: with all of its axes, and integers as int32."""
     axes, kind = ARRAYS[field]
     array, axes = as_array(name, x), [axis for axis in axes if axis[-1] in sizes]
     full = [sizes[axis[-1]] for axis in axes]
-    first = next((i for i, axis in enumerate(axes) if axis[0] != "#"), len(axes))  # those before may be left out
+    first = next((i for i, axis in enumerate(axes) if axis[0] != "#"), len(axes))  # axes before it may be omitted
     left_out = len(axes) - array.ndim
     fits = 0 <= left_out <= first and all(
         size == whole or (size == 1 and axis[0] == "#")
@@ -188,7 +188,7 @@ def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyA
 def masks_of_lengths(
     query_lengths: AnyArray | None, kv_lengths: AnyArray | None, q_idx: AnyArray, kv_idx: AnyArray
 ) -> list[AnyArray]:
-    """The slots ``[T]`` and ``[S]`` within the lengths that are not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
+    """Whether slots are within the lengths, for each that is not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
     masks = []
     if query_lengths is not None:
         masks.append(q_idx[None, None, :, None] < query_lengths[:, None, None, None])
@@ -233,7 +233,7 @@ def _dropout(rate: Any, rng: Any, broadcast: bool, name: str = "dropout_rate", k
 
 
 def make_lse(lse: ArrayLike, call: Call, one_sequence: bool) -> Array:
-    """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
+    """The checked argument ``lse`` as ``[B,T,N]``, in the softmax's dtype."""
     array, rows = jnp.asarray(as_array("lse", lse)), call.query.shape[:3]
     array = array[None] if one_sequence else array
     check_array("lse", array, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)

@@ -1,4 +1,4 @@
-"""The equations of attention for one head of one sequence; ``jattn._core.vmap`` maps them over many.
+"""The attention equations for one head of one sequence; ``jattn._core.vmap`` maps them over many.
 
 ``q [T,H]``, ``k [S,H]``, ``v [S,D]`` (see ``jattn`` for the axes):
 
@@ -31,7 +31,7 @@ from jattn._mods.keywords import suggest_keywords
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
 
-# The results' names for remat policies: jax.checkpoint_policies.save_only_these_names(*NAMES).
+# Names of the results for remat policies: jax.checkpoint_policies.save_only_these_names(*NAMES).
 NAMES = ("attention_out", "attention_lse")
 
 
@@ -60,12 +60,12 @@ def attend(
     Args:
         q, k, v: ``[T,H]``, ``[S,H]`` and ``[S,D]``, floats of one dtype. Products accumulate in at least float32.
         mask: a function ``(b, h, q_idx, kv_idx) -> bool`` over positions, a bool array ``[T|1, S|1]`` over slots, or
-            a sequence of these, all of which must be True. Keys and values that no query sees may hold NaN.
+            a sequence of these, all of which must be True. Keys and values seen by no query may hold NaN.
         bias: floats ``[T|1, S|1]`` added to the scores, over slots.
         score_mod: a function ``(score, b, h, q_idx, kv_idx) -> score`` over positions.
         scale: factor on the scores; ``1 / sqrt(H)`` by default.
         batch, head: the indices b and h that ``mask``, ``score_mod`` and dropout see; ``over_heads`` passes ``head``.
-            Required only if one of these varies by sequence or head.
+            Required only if any of these varies by sequence or head.
         query_positions, kv_positions: integers ``[T]`` and ``[S]``, the positions that these functions see; by default
             0, 1, 2, ...
         dropout: ``(rate, key)``. The kept weights depend only on the key and (b, h, q, kv); ``batch`` and ``head``
@@ -95,7 +95,7 @@ def attend(
 
 
 def dense(head: Call) -> tuple[Array, Array]:
-    """``attend`` of a checked call of one head."""
+    """``attend`` for a checked call of one head."""
     visible, v = visible_pairs(head), head.value
     weights, lse = _weights(head, visible)
     if head.dropout is not None:
@@ -109,12 +109,12 @@ def dense(head: Call) -> tuple[Array, Array]:
 
 
 def dense_weights(head: Call) -> tuple[Array, Array]:
-    """The weights ``[T,S]`` of ``attend`` before dropout and its lse ``[T]``; float32 (float64 for float64 input)."""
+    """The pre-dropout weights ``[T,S]`` of ``attend`` and its lse ``[T]``; float32 (float64 for float64 input)."""
     return _weights(head, visible_pairs(head))
 
 
 def convert_mods(call: Call) -> Call:
-    """The call (all heads or one) with plain masks and score functions traced; arrays that they capture are leaves."""
+    """The call (of one head or all) with plain masks and score functions traced; their captured arrays are leaves."""
 
     def convert(name: str, mod: PyTree, kind: type, *score: DTypeLike) -> PyTree:
         return closure_convert(mod, lambda result: check_mod(name, result, kind, call.lengths), call.lengths, *score)
@@ -132,7 +132,7 @@ def visible_pairs(head: Call) -> Bool[Array, "#T #S"] | None:
 
 
 def evaluate_mask(mask: MaskFunction, indices: tuple) -> Bool[Array, "#T #S"]:
-    """The values of a mask, checked."""
+    """The checked values of a mask."""
     with calling("mask"):
         visible = mask(*indices)
         check_mod("mask", visible, bool, (indices[2].shape[0], indices[3].shape[1]))
@@ -141,7 +141,7 @@ def evaluate_mask(mask: MaskFunction, indices: tuple) -> Bool[Array, "#T #S"]:
 
 
 def apply_score_mod(score_mod: ScoreMod, scores: Array, visible: Array | None, indices: tuple) -> Array:
-    """What a score function makes of the visible scores, checked."""
+    """The checked result of a score function on the visible scores."""
     if visible is not None:
         scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
     with calling("score_mod"):
@@ -151,7 +151,7 @@ def apply_score_mod(score_mod: ScoreMod, scores: Array, visible: Array | None, i
 
 
 def check_mod(name: str, result: ArrayLike, kind: type, shape: tuple[Length, ...]) -> None:
-    """Raises if a mask (``kind`` bool) or score function (floating) returned the wrong dtype or shape."""
+    """Raises if a mask (``kind`` is bool) or score function (floating) returned the wrong dtype or shape."""
     dtype = jnp.result_type(result)
     if not (dtype == bool if kind is bool else jnp.issubdtype(dtype, kind)):
         hint = "; compare, or cast by .astype(bool)" if kind is bool else "; cast the indices to float"
@@ -165,18 +165,18 @@ def check_mod(name: str, result: ArrayLike, kind: type, shape: tuple[Length, ...
 
 
 def _weights(head: Call, visible: Array | None) -> tuple[Array, Array]:
-    """Weights and lse from one shared expression, so that requesting either changes no bit of the other."""
+    """Weights and lse from one shared expression, so that requesting one changes no bit of the other."""
     q, k = head.query, head.key
     if visible is not None:
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN in the products' derivatives is NaN.
         q, k = _zero_unseen(q, visible.any(axis=1)), _zero_unseen(k, visible.any(axis=0))
-    # The query may be in the softmax's dtype, so that its gradient has that dtype.
+    # The query may be in the softmax's dtype, to give its gradient that dtype.
     raw = jnp.einsum(
         "th,sh->ts", q, k.astype(q.dtype), precision=head.precision, preferred_element_type=softmax_dtype(q)
     )
     weights, log_row_sum = _softmax(scores_of(raw, visible, head))
-    # The lse needs the row maxima. Reading them from the scores above would give a second use to what XLA fuses into
-    # one pass, and change the weights' last bits. So the scores are finished again, behind a barrier.
+    # The lse needs the row maxima. Reading them from the scores above would add a second use of an intermediate that
+    # XLA fuses into one pass, and change the weights' last bits. So the scores are finished again, behind a barrier.
     recomputed = jax.lax.optimization_barrier(jax.lax.stop_gradient(raw))
     recomputed = jax.lax.stop_gradient(scores_of(recomputed, visible, head))
     return weights, jax.lax.stop_gradient(row_maximum(recomputed)) + log_row_sum
@@ -189,9 +189,9 @@ def _zero_unseen(x: Array, seen: Array) -> Array:
 def finish_scores(
     scores: Array, bias: Array | None, visible: Array | None, head: Call, indices: Callable[[], tuple]
 ) -> Array:
-    """The scores of one head, or of a block of them, from scaled ones: biased, modified and masked with -inf.
+    """The scores of one head, or of a block, from scaled products: biased, modified and masked with -inf.
 
-    Options change scores only here and in ``Call.score_scale``. Other kernels refuse options that they do not know.
+    Options change scores only here and in ``Call.score_scale``. Other kernels refuse options unknown to them.
     """
     if bias is not None:
         scores += bias.astype(scores.dtype)
@@ -208,23 +208,23 @@ def scores_of(raw: Array, visible: Array | None, head: Call) -> Array:
 
 @jax.custom_jvp
 def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Array, " T"]]:
-    """The softmax of each row, and its log-sum-exp minus the row maximum; 0 and -inf for a row that is all -inf.
+    """The softmax of each row, and its log-sum-exp minus the row maximum; 0 and -inf for a row of all -inf.
 
-    Weights are ``exp(scores - row_max) / row_sum``. ``exp(scores - lse)`` would round ``row_max + log(row_sum)``, which
-    at logits of 1e4 puts weights off by 5e-4.
+    Weights are ``exp(scores - row_max) / row_sum``. ``exp(scores - lse)`` would round ``row_max + log(row_sum)``, an
+    error of 5e-4 in the weights at logits of 1e4.
     """
     exponentials = jnp.exp(scores - row_maximum(scores)[:, None])
     row_sum = jnp.sum(exponentials, axis=-1)
     # The largest exponential of a row is 1, so only a row that sees nothing has a sum below 1. Multiply by the
-    # reciprocal: XLA turns a division into that unless row_sum has another use, and then the weights' last bit would
-    # depend on whether the lse is used.
+    # reciprocal: XLA turns a division into this multiplication unless row_sum has another use, and the weights' last
+    # bit would then depend on whether the lse is used.
     inverse = 1.0 / jnp.maximum(row_sum, 1.0)
     return exponentials * inverse[:, None], jnp.log(row_sum)
 
 
 @_softmax.defjvp
 def _softmax_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple, tuple]:
-    # In terms of the weights, so that no second matrix is saved for the derivative.
+    # Expressed in terms of the weights, so that no second matrix is saved for the derivative.
     (scores,), (tangent,) = primals, tangents
     weights, log_row_sum = _softmax(scores)
     mean_tangent = jnp.sum(weights * tangent, axis=-1)
@@ -232,8 +232,8 @@ def _softmax_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[t
 
 
 def row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
-    """The largest score of each row, and at least the least float."""
-    # The least float instead of -inf, because -inf - -inf is NaN. lax.reduce, because a select would keep XLA from
+    """The largest score of each row, but no less than the lowest float."""
+    # The lowest float instead of -inf, because -inf - -inf is NaN. lax.reduce, because a select would keep XLA from
     # fusing product, maximum and exponential into one pass.
     least = jnp.finfo(scores.dtype).min.astype(scores.dtype)
     if scores.shape[1] == 1:  # XLA reduces a single column to its entry and drops the initial value

@@ -1,8 +1,8 @@
-"""Defines ``Call``, the record of one call of attention, which every implementation takes.
+"""Defines ``Call``, the record of one attention call, which every implementation takes.
 
-An option is declared here alone: its keyword in a ``TypedDict``, for type checkers, and its field. Checks
-(``jattn._core.arguments``), one head's part (``jattn._core.vmap``), a device's part (``jattn._core.shard``), the parts
-that ``Call.take`` cuts out, and what a kernel says that does not take it follow from the field.
+An option is declared only here: its keyword in a ``TypedDict``, for type checkers, and its field. The field determines
+checks (``jattn._core.arguments``), one head's part (``jattn._core.vmap``), a device's part (``jattn._core.shard``), the
+parts cut out by ``Call.take``, and the message of a kernel that refuses it.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ MaskLike = ArrayLike | MaskFunction | Sequence[ArrayLike | MaskFunction]
 
 
 class ModOptions(TypedDict, total=False):
-    """The keywords that change scores, of one head, of all heads, and of Flax's modules."""
+    """The keywords that change scores, shared by calls of one head, calls of all heads, and Flax's modules."""
 
     scale: ArrayLike | None
     score_mod: ScoreMod | None
 
 
 class SharedOptions(ModOptions, total=False):
-    """The keywords that calls of one head and of all heads share."""
+    """The keywords shared by calls of one head and calls of all heads."""
 
     query_positions: ArrayLike | None
     kv_positions: ArrayLike | None
@@ -68,10 +68,10 @@ class AttentionOptions(ScoreOptions, total=False):
 
 @pytree_dataclass
 class Stack:
-    """The keys and values of all layers, one of which is the call's, for kernels that read them in place.
+    """The keys and values of all layers, including the call's own, for kernels that read them in place.
 
-    XLA copies a layer to hand it to a kernel, which takes as long as attending to it. XLA does not copy what a kernel
-    does not read of ``Call.key`` and ``value``. Differentiated calls have no stack (``jattn.api.attend_in_stack``).
+    XLA copies a layer to hand it to a kernel, which takes as long as attending to it. ``Call.key`` and ``value`` are
+    not copied if the kernel does not read them. Differentiated calls have no stack (``jattn.api.attend_in_stack``).
     """
 
     key: Float[Array, "L B S K H"]
@@ -85,11 +85,12 @@ def _option(
     """A field of ``Call``.
 
     Args:
-        axes: the axes of its array, in lower-case letters of the legend; ``c`` is S, of all devices in a ring. An axis
-            after ``#`` may have size 1 if its entries are shared, and may then be left out in front.
+        axes: the axes of its array, in lowercase letters of the legend; ``c`` is the S of all devices in a ring. An
+            axis after ``#`` may have size 1 if its entries are shared; leading axes of this kind may be omitted.
         kind: the kind of its entries: ``jnp.floating``, ``jnp.integer`` or ``bool``.
-        refused: why a kernel that does not support the option rejects the call; without it, every kernel supports it.
-        static: whether it is part of the program, and hashable.
+        refused: why a kernel without support for the option rejects the call; without this, every kernel supports the
+            option.
+        static: whether it is a hashable part of the program.
     """
     metadata = {"axes": tuple(re.findall("#?[a-z]", axes)), "kind": kind, "refused": refused, "static": static}
     return dataclasses.field(default=default, metadata=metadata)
@@ -97,11 +98,11 @@ def _option(
 
 @pytree_dataclass
 class Call:
-    """One checked call of attention: of all heads of all sequences, or, without the axes b, n and k, of one head.
+    """One checked attention call: of all heads of all sequences, or, without the axes b, n and k, of one head.
 
-    ``bias`` and ``slot_masks`` are by slot. ``masks`` and ``score_mod`` see positions, None for the slots themselves.
-    Masks and positions given as NumPy arrays stay NumPy arrays, which are static while tracing. Sinks are not part of
-    it; they are merged into the result (``jattn._core.sinks``).
+    ``bias`` and ``slot_masks`` are indexed by slot. ``masks`` and ``score_mod`` see positions; None means the slots
+    themselves. Masks and positions given as NumPy arrays stay NumPy arrays, which are static while tracing. Sinks are
+    not part of the call; they are merged into the result (``jattn._core.sinks``).
     """
 
     query: Array = _option("btnh", kind=jnp.floating)
@@ -112,19 +113,19 @@ class Call:
     # A pair is visible if all masks and slot_masks agree.
     masks: tuple[MaskFunction, ...] = _option(default=(), refused="it takes no masks")
     slot_masks: tuple[AnyArray, ...] = _option("#b#n#t#c", kind=bool, default=(), refused="it takes no mask array")
-    # Also among the slot_masks.
+    # Included in the slot_masks.
     query_seq_lengths: AnyArray | None = _option("b", kind=jnp.integer, refused="it takes no lengths of queries")
     key_value_seq_lengths: AnyArray | None = _option("b", kind=jnp.integer, refused="it takes no lengths of keys")
     score_mod: ScoreMod | None = _option(refused="it takes no score_mod")
     query_positions: AnyArray | None = _option("#bt", kind=jnp.integer, refused="it takes no positions of queries")
     kv_positions: AnyArray | None = _option("#bs", kind=jnp.integer, refused="it takes no positions of keys")
     dropout: Dropout | None = _option(refused="it takes no dropout")
-    # The indices of its first sequence and head, which masks, score functions and dropout see.
+    # The indices of its first sequence and head, as seen by masks, score functions and dropout.
     first_batch: Index = _option(default=0)
     first_head: Index = _option(default=0)
-    stack: Stack | None = _option()  # of exactly this key and value; a call with others has none
+    stack: Stack | None = _option()  # for exactly this key and value; otherwise None
     precision: jax.lax.PrecisionLike = _option(static=True, refused="it has no precision setting")
-    sharded: bool = _option(static=True, default=False)  # it may lie on several devices; set by ``canonical``
+    sharded: bool = _option(static=True, default=False)  # arrays may lie on several devices; set by ``canonical``
 
     @property
     def lengths(self) -> tuple[Length, Length]:
@@ -134,12 +135,12 @@ class Call:
 
     @property
     def score_scale(self) -> AnyArray | int | float:
-        """``scale``, the default as a number."""
+        """``scale``, with the default as a number."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def indices(self) -> tuple[Any, Any, Array, Array]:
-        """Of one head, what masks, score functions and dropout see: ``(b, h, q_idx [T,1], kv_idx [1,S])``."""
+        """The indices seen by one head's masks, score functions and dropout: ``(b, h, q_idx [T,1], kv_idx [1,S])``."""
         rows, columns = (
             jnp.arange(length, dtype=jnp.int32) if positions is None else positions
             for length, positions in zip(self.lengths, (self.query_positions, self.kv_positions), strict=True)
@@ -147,7 +148,7 @@ class Call:
         return self.first_batch, self.first_head, jnp.asarray(rows)[:, None], jnp.asarray(columns)[None, :]
 
     def has(self, option: str) -> bool:
-        """Whether an option is given, by its field; ``slot_masks`` does not count those made from lengths."""
+        """Whether the option with this field is given; ``slot_masks`` made from lengths do not count."""
         value = getattr(self, option)
         if not isinstance(value, tuple):
             return value is not None
@@ -164,9 +165,9 @@ class Call:
     ) -> "Call":
         """The call for some of its queries and heads, over some of its keys.
 
-        This also cuts bias and mask arrays. Masks, score functions and dropout see the same indices as in the whole
-        call: heads, and positions, which are the slots taken unless given. The lengths count slots of the whole call,
-        so only the mask arrays made from them remain.
+        This also slices bias and mask arrays. Masks, score functions and dropout see the same heads and positions as in
+        the whole call; positions not given become the selected slots. The lengths count slots of the whole call, so
+        only the mask arrays made from them remain.
 
         Args:
             rows, columns: the slots of queries and of keys.
@@ -201,7 +202,7 @@ class Call:
         return dataclasses.replace(self, stack=stack, **fields)
 
     def __repr__(self) -> str:
-        """Its fields that are not the defaults, with the types of arrays."""
+        """Its non-default fields, with arrays shown by type."""
         shown = jax.tree.map(lambda x: _Bare(f"{x.dtype}{list(x.shape)}") if hasattr(x, "dtype") else x, self)
         fields = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not f.default)
         return f"Call({', '.join(f'{name}={getattr(shown, name)!r}' for name in fields)})"
@@ -212,12 +213,13 @@ class _Bare(str):
 
 
 _FIELDS = {field.name: field.metadata for field in dataclasses.fields(Call)}
-# By field: the axes of its arrays, those that may be shared after ``#``, and what they hold. AXES: letters alone.
+# By field: the axes of its arrays, with axes that may be shared after ``#``, and the kind of entries. AXES: letters
+# only.
 ARRAYS: Mapping[str, tuple[tuple[str, ...], Any]] = {
     name: (of["axes"], of["kind"]) for name, of in _FIELDS.items() if of["axes"]
 }
 AXES: Mapping[str, str] = {name: "".join(axes).replace("#", "") for name, (axes, _) in ARRAYS.items()}
-# By option: the words with which a kernel refuses it.
+# By option: the message with which a kernel refuses it.
 REFUSED: Mapping[str, str] = {name: of["refused"] for name, of in _FIELDS.items() if of["refused"]}
 
 

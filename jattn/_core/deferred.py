@@ -1,15 +1,16 @@
-"""Defines a primitive that traces its function at lowering: each ``call`` is a single operation that JAX transforms.
+"""Defines a primitive that traces its function at lowering: JAX transforms each ``call`` as a single operation.
 
 ``call(fn, *args, out=...)`` adds one operation to the program; ``fn(platform, *args)`` is traced when that operation is
-lowered. Blockwise attention relies on the consequences:
+lowered. Blockwise attention relies on these consequences:
 
-- ``platform`` is what the program is lowered for (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the platform of
-  the tracing process. ``jax.export`` for several platforms holds a program for each.
-- A remat policy applies to the operation as a whole, not to the products inside, so it cannot save their blocks.
-- Inside ``jax.shard_map`` the function sees plain arrays of one device, whichever mesh axes they vary over.
-- Eager calls compile once: two operations are equal if they compute the same, whatever objects they were made from.
+- ``platform`` is the target of lowering (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the platform of the tracing
+  process. A ``jax.export`` for several platforms holds a program for each.
+- A remat policy applies to the operation as a whole rather than the products inside, so it cannot save their blocks.
+- Inside ``jax.shard_map``, the function sees one device's plain arrays, whichever mesh axes they vary over.
+- Eager calls compile once: two operations are equal if they compute the same thing, whatever objects they were made
+  from.
 
-The operation can be differentiated and batched like ``fn``, in forward and reverse mode and to any order.
+The operation can be differentiated, in forward and reverse mode and to any order, and batched like ``fn``.
 """
 
 import contextlib
@@ -46,10 +47,10 @@ def call(fn: Function, *args: object, out: object) -> Any:
     """``fn(platform, *args)``, traced at lowering.
 
     Args:
-        fn: a function at module level, or another that compares by value, such as its ``CustomRules``. It returns a
-            pytree of arrays and captures no traced values.
-        args: pytrees. Arrays among their leaves are operands. Under a transformation only JAX arrays are, and NumPy
-            arrays stay static in ``fn``. Other leaves, and the pytrees' structure, must be hashable.
+        fn: a module-level function, or an object that compares by value, such as ``CustomRules``. It returns a pytree
+            of arrays and captures no traced values.
+        args: pytrees. Arrays among their leaves are operands. Under a transformation, only JAX arrays are operands, and
+            NumPy arrays stay static in ``fn``. Other leaves, and the pytrees' structure, must be hashable.
         out: ``jax.ShapeDtypeStruct``s (or arrays) like ``fn``'s results.
     """
     function, operands = _deferred_call(fn, args)
@@ -72,7 +73,7 @@ def jvp(fn: Function, args: tuple, tangents: Sequence[Array | None], *, out: obj
 
 
 def at_lowering(fn: Callable[..., Any], *args: object) -> Any:
-    """``fn(*args)``, which must return no arrays, with those of ``args`` traced as ``call`` traces them at lowering."""
+    """``fn(*args)``, which must return no arrays, with the arrays in ``args`` traced as ``call`` does at lowering."""
     function, operands = _deferred_call(fn, args)
     results = []
     jax.eval_shape(lambda *operands: results.append(fn(*function.arguments(operands))), *operands)
@@ -80,7 +81,7 @@ def at_lowering(fn: Callable[..., Any], *args: object) -> Any:
 
 
 def compiled(fn: Callable[..., Any], *args: object) -> Any:
-    """``fn(*args)`` of no traced arrays, compiled once. Arguments as in ``call``."""
+    """``fn(*args)`` without traced arrays, compiled once. Arguments as in ``call``."""
     function, operands = _deferred_call(fn, args)
     return _jitted(function)(*operands)
 
@@ -97,7 +98,7 @@ def _deferred_call(fn: Callable[..., Any], args: tuple) -> tuple[DeferredCall, l
     is_operand = [isinstance(leaf, kinds) for leaf in leaves]
     static = tuple(OPERAND if dynamic else leaf for leaf, dynamic in zip(leaves, is_operand, strict=True))
     operands = [jnp.asarray(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
-    # fn is traced later, under the settings of now.
+    # fn is traced later, under the current settings.
     return DeferredCall(fn, structure, static, _settings()), operands
 
 
@@ -122,7 +123,7 @@ def _varying(x: ArrayLike, axes: frozenset[str]) -> ArrayLike:
 
 @functools.cache
 def primitive() -> Primitive:
-    """What ``call`` puts into programs. Made by the first call: jax.extend imports Pallas, which takes a while."""
+    """The primitive that ``call`` adds to programs. Created on first use: jax.extend imports Pallas, which is slow."""
     from jax.extend.core import Primitive
 
     deferred_p = Primitive("jattn")
@@ -168,14 +169,14 @@ def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results
     plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
     module, context = ctx.module_context, _of_jax(ctx, "axis_context")
     if getattr(context, "num_devices", 0) == 1 and context.device_assignment is None:
-        # JAX lists the devices only where it sees an operation that XLA asks how to divide, and cuDNN's is hidden here.
+        # JAX lists the devices only where it sees an operation with custom partitioning, and cuDNN's is hidden here.
         module = module.replace(axis_context=dataclasses.replace(context, device_assignment=(None,)))
     ctx = ctx.replace(module_context=module, avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 class Lowering(NamedTuple):
-    """What an implementation asks of the program that is being lowered."""
+    """What an implementation can query about the program being lowered."""
 
     partitioned: bool
     exported: bool
@@ -187,7 +188,7 @@ _lowering: contextvars.ContextVar[Lowering] = contextvars.ContextVar("lowering",
 
 
 def is_partitioned() -> bool:
-    """Whether XLA divides the program that is being lowered over devices, which it cannot do to a kernel.
+    """Whether XLA partitions the program being lowered over devices, which it cannot do to a kernel.
 
     XLA does so with what ``jax.jit`` makes of arrays on several devices, unless all axes of their mesh are manual.
     """
@@ -195,21 +196,21 @@ def is_partitioned() -> bool:
 
 
 def is_exported() -> bool:
-    """Whether the program that is being lowered is for ``jax.export``: to be run by other versions, elsewhere."""
+    """Whether the program is being lowered for ``jax.export``, to be run elsewhere by other versions."""
     return _lowering.get().exported
 
 
 def device() -> Any:
-    """A device of the backend that the program is being lowered with, there or not; None outside of lowering.
+    """A device, present or not, of the backend used for lowering the program; None outside of lowering.
 
     What is lowered for another platform, as by ``jax.export``, has a device of this machine.
     """
     return _lowering.get().device
 
 
-# Everything that is read from JAX's undocumented objects: attributes of the context that a lowering rule gets. From
-# its ``axis_context``, also ``mesh`` and ``manual_axes`` inside jax.shard_map, else ``num_devices`` and
-# ``device_assignment``. tests/jattn/test_deferred.py says which of them a new JAX lacks.
+# Everything read from JAX's undocumented objects: attributes of the context passed to a lowering rule. From its
+# ``axis_context``, also ``mesh`` and ``manual_axes`` inside jax.shard_map, otherwise ``num_devices`` and
+# ``device_assignment``. tests/jattn/test_deferred.py reports any that a new JAX lacks.
 OF_JAX = {
     "axis_context": "module_context.axis_context",
     "exported": "module_context.lowering_parameters.for_export",
@@ -276,7 +277,7 @@ def _batch(
     for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
         if axis is not None:
             moved.append(jnp.moveaxis(x, axis, 0))
-        else:  # every entry of the batch gets its own cotangent
+        else:  # each batch entry gets its own cotangent
             moved.append(jnp.broadcast_to(x, (size, *jnp.shape(x))) if i >= linear_from else x)
         to.append(None if axis is None and i < linear_from else 0)
     out = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in results]

@@ -1,6 +1,6 @@
 """Drops attention weights. Which weights are kept depends only on the key and on (b, h, q, kv).
 
-So they are the same for every implementation and block size, and in the backward pass.
+They are therefore the same for every implementation and block size, and in the backward pass.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jattn._mods.pytree import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Dropout:
-    """Drops weights with probability ``rate``; with ``broadcast``, the same ones in all heads of all sequences."""
+    """Drops weights with probability ``rate``; with ``broadcast``, the same weights in all heads of all sequences."""
 
     rng: Array
     rate: float = static_field()
@@ -32,8 +32,8 @@ def dropout_keep(
 ) -> Bool[Array, "T S"]:
     """``True`` with probability ``1 - rate`` for each pair, as a function of ``(seeds, q, kv)``.
 
-    A hash of the indices rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn by itself.
-    Two words of state per row keep rows distinct (a collision needs 64 equal bits).
+    Uses a hash of the indices rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn
+    independently. Two words of state per row keep rows distinct (a collision needs 64 equal bits).
     """
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1], got {rate}")
@@ -43,11 +43,11 @@ def dropout_keep(
 
 
 def drop(weights: Array, dropout: Dropout | None, indices: tuple) -> Array:
-    """``weights`` (or their exponentials) over ``1 - rate`` where kept, 0 elsewhere."""
+    """``weights`` (or their exponentials) divided by ``1 - rate`` where kept, 0 elsewhere."""
     if dropout is None:
         return weights
     kept = dropout_keep(dropout_seeds(dropout, *indices[:2]), dropout.rate, *indices[2:])
-    factor = 1.0 / (1.0 - dropout.rate) if dropout.rate < 1.0 else 0.0  # at a rate of 1, none is kept
+    factor = 1.0 / (1.0 - dropout.rate) if dropout.rate < 1.0 else 0.0  # at a rate of 1, no weight is kept
     return jnp.where(kept, weights * factor, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""Functions of arrays that a deferred operation computes, their derivatives and batches; all compare by value.
+"""The array functions computed by deferred operations, with their derivatives and batching; all compare by value.
 
-``jattn._core.deferred`` puts operations into programs. Making one traces nothing; only calling it does.
+``jattn._core.deferred`` adds operations to programs. Creating one traces nothing; only calling it does.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jax import Array
 OPERAND = object()  # placeholder for an array among the leaves of a DeferredCall
 
 
-# The first reverse derivative, ``(platform, args, cotangents, wanted)``: the cotangents of the operands by their
-# numbers, of those ``wanted`` at least. ``cotangents``: one for each floating result, None if nothing depends on it.
+# The first reverse derivative, ``(platform, args, cotangents, wanted)``: the operands' cotangents by operand number, at
+# least for those ``wanted``. ``cotangents``: one for each floating result, None if nothing depends on it.
 ReverseRule = Callable[[str, Any, Sequence, list[int]], Sequence | Mapping]
 
 
@@ -30,15 +30,15 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CustomRules:
-    """A function with some of its derivatives, or its results, computed by other functions; the rest is ``fn``'s.
+    """A function whose results or some derivatives are computed by other functions; ``fn`` provides the rest.
 
     Args:
         fn: a function for ``jattn._core.deferred.call``, which also takes ``platform`` first.
-        run: computes the same results as ``fn``; ``fn`` does if this is None.
-        vjp: the first reverse derivative, by the first ``count`` operands.
+        run: computes the same results as ``fn``; None uses ``fn`` itself.
+        vjp: the first reverse derivative, with respect to the first ``count`` operands.
         count: the number of operands that ``vjp`` covers.
         results: the number of floating results.
-        alone: whether ``vjp`` is only used where no other operand is differentiated.
+        alone: whether ``vjp`` is used only where no other operand is differentiated.
     """
 
     fn: Callable[Concatenate[str, ...], Any]
@@ -52,7 +52,7 @@ class CustomRules:
         return (self.run or self.fn)(platform, *args)
 
     def covers(self, at: Sequence[int]) -> list[int]:
-        """Those of the operands ``at`` whose cotangents ``vjp`` computes."""
+        """The operands among ``at`` whose cotangents ``vjp`` computes."""
         covered = [i for i in at if i < self.count]
         return [] if self.vjp is None or (self.alone and len(covered) < len(at)) else covered
 
@@ -64,14 +64,14 @@ class DeferredCall:
     fn: Callable[Concatenate[str, ...], Any]
     structure: Any  # of args
     leaves: tuple[object, ...]
-    settings: Settings  # those of the call
+    settings: Settings  # the settings of the call
     linear: ClassVar[int] = 0
 
     def __call__(self, platform: str, *operands: Array) -> list[Array]:
         return jax.tree.leaves(self.fn(platform, *self.arguments(operands)))
 
     def arguments(self, operands: Sequence[object]) -> tuple:
-        """``args``, with ``operands`` for its arrays."""
+        """``args``, with its arrays replaced by ``operands``."""
         rest = iter(operands)
         leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, leaves)
@@ -105,7 +105,7 @@ class _Transformed:
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(_Transformed):
-    """The tangents of ``of``'s floating results ``kept``, linear in its last operands, those of the operands ``at``."""
+    """The tangents of ``of``'s floating results ``kept``, linear in its last operands: tangents of operands ``at``."""
 
     at: tuple[int, ...]
     kept: tuple[int, ...]
@@ -135,7 +135,7 @@ class Jvp(_Transformed):
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Jvp):
-    """The cotangents of the operands ``at``, linear in its last operands, those of ``of``'s results ``kept``."""
+    """The cotangents of operands ``at``, linear in its last operands: cotangents of ``of``'s results ``kept``."""
 
     @property
     def linear(self) -> int:

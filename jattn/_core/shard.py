@@ -1,8 +1,8 @@
 """Calls on a mesh: which axes are sharded, and how to run a function on each device's part.
 
-``MeshAxes`` names the mesh axes over which sequences, heads and length are sharded. ``per_device`` runs a function of
-``Call`` on each device's part of them with ``jax.shard_map``. Masks, score functions and dropout see global
-indices: each part knows its first sequence and head, and positions are data.
+``MeshAxes`` names the mesh axes over which sequences, heads and length are sharded. With ``jax.shard_map``,
+``per_device`` runs a function of ``Call`` on each device's part. Masks, score functions and dropout see global indices:
+each part knows its first sequence and head, and positions are data.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from jattn._core.attention import convert_mods
 from jattn._core.call import AXES, Call
 from jattn._mods.pytree import split_arrays
 
-# What runs on each device's part of a call: ``(call, *arrays) -> pytree of arrays``.
+# A function run on each device's part of a call: ``(call, *arrays) -> pytree of arrays``.
 PartFunction = Callable[Concatenate[Call, ...], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not.
+    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` for no sharding.
 
-    ``length`` is that of queries and keys. Over ``keys``, keys alone are sharded, with the columns of arrays by pairs.
+    ``length`` shards both queries and keys. ``keys`` shards only keys, and the columns of query-key arrays.
     """
 
     mesh: Mesh | AbstractMesh
@@ -42,7 +42,7 @@ class MeshAxes:
 
     @property
     def leaves_axes(self) -> bool:
-        """Whether the mesh has other axes. XLA handles these and may divide over them what one device computes."""
+        """Whether the mesh has other axes. XLA handles these and may partition one device's computation over them."""
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return any(
             kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in self.named for name, kind in kinds
@@ -58,7 +58,7 @@ class MeshAxes:
         return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
 
     def check(self, call: Call, multiple: int = 1) -> None:
-        """Raises ``ValueError`` if a size is not a multiple of its devices (a length: ``multiple`` times as many)."""
+        """Raises ``ValueError`` unless sizes are multiples of their device counts (lengths: times ``multiple``)."""
         (B, T, N, _), (_, S, K, _) = call.query.shape, call.key.shape
         heads, multiple = self.parts("heads"), multiple if self.length else 1
         self.check_size("batch", "sequences (B)", B)
@@ -73,7 +73,7 @@ class MeshAxes:
             )
 
     def check_size(self, kind: str, label: str, size: int, multiple: int = 1) -> None:
-        """Raises ``ValueError`` if ``size`` is not a multiple of ``multiple`` times the devices of ``kind``."""
+        """Raises ``ValueError`` unless ``size`` is a multiple of ``multiple`` times the device count of ``kind``."""
         wanted = self.parts(kind) * multiple
         if size % wanted:
             raise ValueError(
@@ -81,7 +81,7 @@ class MeshAxes:
             )
 
     def spec(self, axes: str, shape: Sequence[int], whole_kv_heads: bool) -> PartitionSpec:
-        """The spec of an array with these ``axes``; an axis of size 1, which broadcasts, is not sharded."""
+        """The spec of an array with these ``axes``; a broadcast axis (of size 1) is not sharded."""
         by_letter = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length or self.keys, "c": self.keys,
               "k": () if whole_kv_heads else self.heads}  # fmt: skip
         names = [by_letter.get(axis, ()) if size != 1 else () for axis, size in zip(axes, shape, strict=False)]
@@ -94,9 +94,9 @@ class MeshAxes:
 
 
 def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
-    """``fn(call, *arrays)``, on each device's part if the query's type says that it is sharded.
+    """``fn(call, *arrays)``, run on each device's part if the query's type is sharded.
 
-    Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
+    Types carry sharding on ``AxisType.Explicit`` meshes; on other meshes, XLA partitions the work.
     """
     mesh_axes = mesh_axes_of(call)
     if mesh_axes is None:
@@ -105,10 +105,10 @@ def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: 
 
 
 def mesh_axes_of(call: Call) -> MeshAxes | None:
-    """The mesh axes in the query's type; None if the type does not say.
+    """The mesh axes in the query's type; None if the type has none.
 
     Raises:
-        ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
+        ValueError: the length or the head dim is sharded, or key and value are sharded differently from the query.
     """
     mesh, axes = explicit_axes(call.query)
     if not any(axes) and not any(any(explicit_axes(x)[1]) for x in (call.key, call.value) if x is not None):
@@ -134,7 +134,7 @@ def mesh_axes_of(call: Call) -> MeshAxes | None:
 
 
 def explicit_axes(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
-    """The mesh in an array's type, and for each of its axes the explicit mesh axes it is sharded over."""
+    """The mesh in an array's type, and the explicit mesh axes over which each array axis is sharded."""
     sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
     if mesh.empty:
@@ -146,7 +146,7 @@ def explicit_axes(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
 
 
 def replicated_on(call: Call) -> MeshAxes | None:
-    """The mesh of a call that is whole on each of its devices: all axes are explicit, and types name none of them."""
+    """The mesh of a call replicated on every device: all axes are explicit, and types name none of them."""
     mesh = jax.typeof(call.query).sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     if mesh.empty or any(is_typed(x) for x in (call.query, call.key, call.value) if x is not None):
@@ -156,9 +156,9 @@ def replicated_on(call: Call) -> MeshAxes | None:
 
 
 def may_be_sharded(call: Call) -> bool:
-    """Whether the arrays may lie on several devices: their types or the current mesh have axes that are not manual.
+    """Whether the arrays may lie on several devices: their types or the current mesh have non-manual axes.
 
-    Inside ``jax.shard_map`` all axes are manual, and the arrays are one device's own.
+    Inside ``jax.shard_map``, all axes are manual, and the arrays belong to one device.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in (call.query, call.key)] + [jax.sharding.get_abstract_mesh()]
     return any(
@@ -170,7 +170,7 @@ def may_be_sharded(call: Call) -> bool:
 
 
 def is_typed(x: Array) -> bool:
-    """Whether the array's type says that it is sharded."""
+    """Whether the array's type is sharded."""
     return any(explicit_axes(x)[1])
 
 
@@ -182,10 +182,10 @@ def per_device(
     *extra: tuple[Array, str],
     multiple: int = 1,
 ) -> Any:
-    """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with its results assembled.
+    """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with the results assembled.
 
     Args:
-        out_axes: for each result (a pytree of them) the letters of its axes; further axes are whole.
+        out_axes: for each result (a pytree), the letters of its axes; further axes are whole.
         extra: arrays, each with the letters of its axes.
         multiple: the number of chunks of the sequence on each device.
     """
@@ -198,7 +198,7 @@ def per_device(
         for name, whole in sharded.items()
     }
     extra_specs = [mesh_axes.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
-    # The other fields are on every device. NumPy arrays stay static.
+    # The other fields are replicated. NumPy arrays stay static.
     traced, join = split_arrays(dataclasses.replace(call, **dict.fromkeys(sharded), stack=None))
     (B, _, N, _), K = call.query.shape, call.key.shape[2]
 
@@ -208,7 +208,7 @@ def per_device(
             if names := getattr(mesh_axes, kind):
                 first = jax.lax.axis_index(names) * (size // mesh_axes.parts(kind))
                 fields["first_batch" if kind == "batch" else "first_head"] = first
-        if whole_kv_heads:  # a single one serves all heads of this device
+        if whole_kv_heads:  # a single kv head serves all heads of this device
             for name in ("key", "value"):
                 if fields.get(name) is not None:
                     kv_head = fields["first_head"] // (N // K)
@@ -232,7 +232,7 @@ def map_shards(
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     sharded = jax.shard_map(fn, mesh=mesh, axis_names=manual, check_vma=False, **specs)
 
-    @jax.jit  # also needed inside jit, where constants get types
+    @jax.jit  # needed even inside jit, where constants get types
     def run(*arrays: Any) -> PyTree:
         if AxisType.Explicit in mesh.axis_types:
             reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))

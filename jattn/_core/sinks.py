@@ -1,7 +1,8 @@
 """Attention sinks: each head's score for attending to nothing, which has no value.
 
-A sink adds to the softmax's denominator and to the lse. ``merge`` joins it to the result as one more part of the keys,
-with an output of 0 and the sink as its lse. So kernels need not support sinks, and their gradient is that of ``merge``.
+A sink is included in the softmax's denominator and the lse. ``merge`` joins it to the result as one more part of the
+keys, with an output of 0 and the sink as its lse. Kernels therefore need not support sinks, whose gradient comes from
+``merge``.
 """
 
 import jax.numpy as jnp
@@ -28,6 +29,6 @@ def add_sinks(out: Array, lse: Array, sinks: ArrayLike | None) -> tuple[Array, A
 
 
 def share_of_keys(lse: Array, sinks: ArrayLike) -> Array:
-    """What ``sinks [N]`` leave of each query's weights, ``[B,T,N]``."""
-    ones = jnp.ones((*lse.shape, 1), lse.dtype)  # an output of 1 becomes the share of the keys
+    """The share of each query's weights left by ``sinks [N]``, ``[B,T,N]``."""
+    ones = jnp.ones((*lse.shape, 1), lse.dtype)  # an output of 1 becomes the keys' share
     return add_sinks(ones, lse, sinks)[0][..., 0]

@@ -24,8 +24,8 @@ Lift = Callable[..., Mapped]  # ``jax.vmap``, or a loop: ``(fn, in_axes, out_axe
 def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.vmap) -> Mapped:
     """Maps ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head over all heads of a sequence, by ``vmap``.
 
-    If K < N, every N/K consecutive query heads share a key and value head, which is not repeated (grouped-query
-    attention, https://arxiv.org/abs/2305.13245).
+    If K < N, each group of N/K consecutive query heads shares a key and value head, which is not repeated
+    (grouped-query attention, https://arxiv.org/abs/2305.13245).
 
     Args:
         fn: the function of one head. If it has a keyword-only argument ``head``, as ``attend`` and
@@ -68,7 +68,7 @@ def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.
         one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
         out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *arrays)
 
-        def join(axis: int, part: PyTree) -> PyTree:  # joins the kv head axis with that of its queries, which follows
+        def join(axis: int, part: PyTree) -> PyTree:  # joins the kv head axis with the query head axis after it
             return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
 
         return jax.tree.map(join, out_axes, out)
@@ -77,7 +77,7 @@ def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.
 
 
 def _takes_head(fn: HeadFunction) -> bool:
-    """Whether ``fn`` has a keyword-only argument ``head`` that is not yet bound."""
+    """Whether ``fn`` has an unbound keyword-only argument ``head``."""
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
     try:
         return "head" not in bound and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
@@ -88,9 +88,9 @@ def _takes_head(fn: HeadFunction) -> bool:
 def sequential_vmap(
     fn: Mapped, in_axes: Sequence[int | None], out_axes: PyTree[int] = 0, *, recompute: bool = False
 ) -> Mapped:
-    """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live.
+    """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live at a time.
 
-    ``recompute``: the backward pass calls ``fn`` again instead of saving residuals of each call.
+    ``recompute``: the backward pass calls ``fn`` again instead of saving each call's residuals.
     """
 
     def mapped(*args: Any) -> PyTree:
@@ -99,7 +99,7 @@ def sequential_vmap(
             return jax.vmap(fn, in_axes, out_axes)(*args)
 
         def call(i: Array) -> PyTree:
-            # Index inside the loop: lax.map over the arrays would first copy them with this axis in front.
+            # Index inside the loop: lax.map over the arrays would first copy them with this axis moved to the front.
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
 
@@ -121,12 +121,12 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
 
 
 def canonical(call: Call) -> Call:
-    """The *canonical call*: a checked call in the form in which equal calls are equal and share one compilation.
+    """The *canonical call*: a checked call in a form in which equivalent calls are equal and share one compilation.
 
-    Plain masks and score functions are expanded into traced ones with their captured arrays as leaves, and the scale
-    becomes an array of the softmax's dtype. The default scale is dropped (None), because kernels that have it built in
-    need not multiply. ``sharded`` notes whether the arrays may lie on several devices, which types no longer show where
-    the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_call``.
+    Plain masks and score functions are traced, with their captured arrays as leaves, and the scale becomes an array in
+    the softmax's dtype. The default scale is dropped (None), because kernels with a built-in default need not multiply.
+    ``sharded`` records whether the arrays may lie on several devices, which types no longer show at lowering;
+    ``make_call`` has already broadcast batch axes and the rank of bias and mask arrays.
     """
     scale, head_dim = call.scale, call.query.shape[-1]
     if scale is not None:
@@ -145,13 +145,13 @@ def over_call(
     sequences: Lift = jax.vmap,
     heads: Lift = jax.vmap,
 ) -> Any:
-    """``one_head(head, *per_head, *per_sequence)`` for every head of every sequence, ``head`` a ``Call`` of one head.
+    """``one_head(head, *per_head, *per_sequence)`` for every head of every sequence, where ``head`` is its ``Call``.
 
     Args:
         out_axes: the head axis of each output, not counting the batch axis, which comes first.
-        per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
-            is 1 stay NumPy arrays.
-        sequences, heads: ``sequential_vmap`` to run them one by one, with only one's arrays live.
+        per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays with a leading axis
+            of size 1 stay NumPy arrays.
+        sequences, heads: ``sequential_vmap`` to run them one by one, with the arrays of only one live at a time.
     """
     of_heads, of_sequences = {}, {}
     for name in AXES.keys() - {"query", "key", "value", "query_seq_lengths", "key_value_seq_lengths"}:

@@ -1,1 +1,1 @@
-"""Supports masks and score functions: pytrees, checks, look-ups, and traced functions."""
+"""Supports masks and score functions: pytrees, checks, lookups, and traced functions."""

@@ -1,4 +1,4 @@
-"""Provides small array helpers for NumPy and JAX, and the context in which masks and score functions are called."""
+"""Provides small array helpers for NumPy and JAX, and the context for calling masks and score functions."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-# What FlexAttention's functions trip over; noted on whatever they raise.
+# Common pitfalls of functions written for FlexAttention, noted on the exceptions they raise.
 CONVENTION = (
     "with index arrays that broadcast (such as q_idx [T, 1] and kv_idx [1, S]), not with scalars as in FlexAttention: "
     "write x[..., 0] for x[0], (a * b).sum(-1) for jnp.dot(a, b), jnp.where for if, & | ~ for and, or, not, and "
@@ -17,10 +17,10 @@ CONVENTION = (
 )
 
 Length = Any  # an int, or a symbolic dimension of jax.export
-if TYPE_CHECKING:  # type checkers know no operators that both kinds of arrays have
+if TYPE_CHECKING:  # type checkers know no operators shared by both kinds of arrays
     AnyArray = Index = Bools = Any
 else:
-    AnyArray = jax.Array | np.ndarray | np.generic  # NumPy's where everything is static, JAX's otherwise
+    AnyArray = jax.Array | np.ndarray | np.generic  # NumPy if everything is static, otherwise JAX
     Index = AnyArray | int
     Bools = AnyArray | bool
 
@@ -31,7 +31,7 @@ def namespace(*arrays: object) -> Any:
 
 
 def cdiv(length: Length, size: int) -> Length:
-    """``ceil(length / size)``, in a form that JAX can bound for a symbolic length."""
+    """``ceil(length / size)``, in a form that JAX can bound if the length is symbolic."""
     return (length + size - 1) // size
 
 
@@ -50,30 +50,30 @@ def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
 
 
 def maximum(x: jax.Array, axis: int | None = -1) -> jax.Array:
-    """The largest numbers along an axis; NaN if any is NaN, -inf if the axis is empty.
+    """The maximum along an axis; NaN if any entry is NaN, -inf if the axis is empty.
 
-    On a CPU ``jnp.max`` of 4096 numbers or more in all, float32 or float64, loses a NaN (JAX 0.10.2 to 0.12.0.1): XLA
-    gives such reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``. If the array lies
-    on several devices, it does so at any size.
+    On CPUs, ``jnp.max`` loses a NaN in float32 or float64 arrays of 4096 or more numbers (JAX 0.10.2 to 0.12.0.1): XLA
+    hands such reductions to YNNPACK, unless ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``. If the array lies on
+    several devices, this happens at any size.
     """
     return jnp.where(jnp.isnan(x).any(axis), jnp.nan, jnp.max(x, axis, initial=-jnp.inf))
 
 
 def without_mesh() -> contextlib.AbstractContextManager:
-    """Sets the current mesh aside: indices are no one device's, and one device's arrays would look sharded."""
+    """Sets the current mesh aside: indices belong to no device, and one device's arrays would look sharded."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 @contextlib.contextmanager
 def mod_semantics() -> Iterator[None]:
-    """Promotion rules for masks and score functions: NumPy's, whatever the caller's are."""
+    """Promotion rules for masks and score functions: NumPy's, regardless of the caller's."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @contextlib.contextmanager
 def calling(argument: str) -> Iterator[None]:
-    """Around a call of a user's mask or score function: ``mod_semantics``, and a note on an exception that it raises.
+    """The context for calling a user's mask or score function: ``mod_semantics``, and a note on any exception raised.
 
     ``argument``: where the function was passed, ``"mask"`` or ``"score_mod"``.
     """

@@ -1,4 +1,4 @@
-"""Compares what a mask says about whole blocks and whole rows with its pairs (``check_bounds``)."""
+"""Compares a mask's claims about whole blocks and rows with its pairs (``check_bounds``)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,22 +16,21 @@ MOST = 2**20  # blocks in one call of ``bounds``
 def check_bounds(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int = 1) -> None:
     """Checks ``mask.bounds`` and ``mask.interval`` against the pairs of T queries and S keys, by brute force.
 
-    Use it to test your own masks. A block that ``bounds`` wrongly calls empty is skipped, and one that it wrongly calls
-    full is computed without the mask: the numbers are then wrong, without an error.
+    Use this to test custom masks. A block that ``bounds`` wrongly declares empty is skipped, and a block wrongly
+    declared full is computed without the mask: the results are then wrong, without an error.
 
-    Along an axis of at most 32, blocks begin and end anywhere. Along a longer axis, their lengths are powers of two,
-    and they begin at every multiple of half their length. Positions are ``0 .. T - 1`` and ``0 .. S - 1``. Takes
+    Along an axis of length 32 or less, blocks begin and end anywhere. Along a longer axis, their lengths are powers of
+    two, and they begin at every multiple of half their length. Positions are ``0 .. T - 1`` and ``0 .. S - 1``. Takes
     O(T·S) time and memory.
 
     Args:
-        mask: a ``jattn.masks.Mask`` with known arrays, not traced ones.
-        T, S: the numbers of queries and keys. Small numbers are checked most thoroughly, but must exceed the mask's own
+        mask: a ``jattn.masks.Mask`` with known (not traced) arrays.
+        T, S: the numbers of queries and keys. Small sizes are checked most thoroughly, but must exceed the mask's own
             lengths and windows.
         batch, num_heads: the numbers of sequences and heads, if the mask varies over them.
 
     Raises:
-        ValueError: ``bounds`` or ``interval`` contradicts a pair; the message names the block or the query, and the
-            pair.
+        ValueError: ``bounds`` or ``interval`` contradicts a pair; the message names the pair and the block or query.
         TypeError: ``mask`` is not a ``Mask``, or ``bounds`` does not return two bools.
 
     Example:

@@ -1,7 +1,7 @@
 """Traces plain masks and score functions: captured arrays become arguments, and equal programs compare equal.
 
-A custom derivative rule, ``jax.shard_map`` and a compiled eager call must not close over traced arrays, nor use stale
-values of what a function captures. So a function that is not a pytree is traced, for one pair, at every call.
+A custom derivative rule, ``jax.shard_map`` and a compiled eager call must neither close over traced arrays nor use
+stale captured values. A function that is not a pytree is therefore traced, for one query-key pair, at every call.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jattn._mods.pytree import StaticFunction, holds_plain_function, is_function
 
 @pytree_dataclass
 class Traced:
-    """A traced function from arrays to a list of arrays: its program and the arrays it captures."""
+    """A traced function from arrays to a list of arrays: its program and captured arrays."""
 
     captured: list[Any]
     hashable: HashableJaxpr = static_field()
@@ -43,7 +43,7 @@ class Elementwise:
 
 
 def arguments(T: Length, S: Length, *score: DTypeLike) -> list[jax.ShapeDtypeStruct]:
-    """The types of a mask's arguments for T queries and S keys, or a score function's for a ``score`` of that dtype."""
+    """The argument types of a mask for T queries and S keys, or of a score function for a ``score`` of this dtype."""
     shaped = jax.ShapeDtypeStruct
     return [
         *(shaped((T, S), dtype) for dtype in score),
@@ -56,10 +56,10 @@ def arguments(T: Length, S: Length, *score: DTypeLike) -> list[jax.ShapeDtypeStr
 def closure_convert(
     mod: PyTree, check: Callable[[Array], None], lengths: tuple[Length, Length], *score: DTypeLike
 ) -> PyTree:
-    """A mask, or a score function of scores of dtype ``score``, with every plain function in it traced; None is None.
+    """A mask, or a score function for scores of dtype ``score``, with all its plain functions traced; None stays None.
 
     Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts. ``check`` is called with
-    each function's result for ``lengths``, T queries and S keys, and raises if it is invalid.
+    each function's result for ``lengths`` (T queries and S keys) and raises if the result is invalid.
     """
     if mod is None or not holds_plain_function(mod):
         return mod
@@ -78,7 +78,7 @@ def closure_convert(
 def traced(fn: Callable[..., PyTree], *types: jax.ShapeDtypeStruct) -> Traced:
     """``fn``, traced for arguments of these types."""
     program = jax.make_jaxpr(fn)(*types)
-    # Without its constants: caches of programs keep it, and traced arrays must not outlive their trace.
+    # Without its constants: program caches keep it, and traced arrays must not outlive their trace.
     open_jaxpr = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
     return Traced(list(program.consts), HashableJaxpr(open_jaxpr))
 
@@ -87,7 +87,7 @@ def depends_on(mod: MaskFunction | ScoreMod, index: int, *score: DTypeLike) -> b
     """Whether the result of a mask or score function depends on its argument ``index``."""
 
     on_one_pair = calling("score_mod" if score else "mask")(lambda *args: mod(*args))
-    with without_mesh():  # a function traced outside of jax.shard_map is evaluated inside
+    with without_mesh():  # a function traced outside jax.shard_map is evaluated inside
         program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
     from jax.extend.core import Var  # slow to import
 

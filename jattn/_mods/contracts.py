@@ -1,4 +1,4 @@
-"""Defines the functions that users write: what masks and score functions take and return."""
+"""Defines the types of user-written functions: what masks and score functions take and return."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 class MaskFunction(Protocol):
     """The type of a mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise on arrays that broadcast.
 
-    Any function of four arguments is one, and so is a ``jattn.masks.Mask``. ``isinstance`` sees only that it is
+    Any function of four arguments qualifies, as does a ``jattn.masks.Mask``. ``isinstance`` checks only that it is
     callable.
 
     Example:
@@ -25,7 +25,7 @@ class MaskFunction(Protocol):
 class ScoreMod(Protocol):
     """The type of a score function: ``(score, b, h, q_idx, kv_idx) -> score``, elementwise on arrays that broadcast.
 
-    Any function of five arguments is one. ``isinstance`` sees only that it is callable.
+    Any function of five arguments qualifies. ``isinstance`` checks only that it is callable.
 
     Example:
         >>> def near(score, b, h, q_idx, kv_idx):

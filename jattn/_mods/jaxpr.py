@@ -1,4 +1,4 @@
-"""Jaxprs: evaluated equation by equation, and compared by what they compute."""
+"""Jaxprs: evaluates them equation by equation, and compares them by what they compute."""
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import Atom, ShapedArray
 
-# Slow to import, because it imports Pallas: left to the first function that is traced.
+# Slow to import, because it imports Pallas: deferred until the first function is traced.
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
 else:
@@ -16,7 +16,7 @@ else:
 
 Value = TypeVar("Value")
 
-# Parameters that differ in every trace of a function with a custom derivative; its jaxpr identifies it.
+# Parameters that differ in every trace of a function with a custom derivative; the jaxpr identifies the function.
 _RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
 
 
@@ -31,16 +31,16 @@ def evaluate(
 ) -> list[Value]:
     """The results of a jaxpr, with ``bind(equation, inputs)`` called for the results of each equation, in order.
 
-    The values may be of any type that ``bind`` takes: arrays, or what stands for them. Casts to arrays that vary over a
+    The values may be of any type accepted by ``bind``: arrays or stand-ins for them. Casts to arrays that vary over a
     mesh are dropped: a function traced inside ``jax.shard_map`` contains them, but is evaluated on one device's own
     arrays.
 
     Args:
         jaxpr, consts: as in ``jax.core.eval_jaxpr``.
         inputs: one value for each of the jaxpr's arguments.
-        bind: returns a sequence of values, also for a single result.
+        bind: returns a sequence of values, even for a single result.
         inline: the names of primitives that call a jaxpr; ``bind`` sees that jaxpr's equations instead of the call.
-        constant: makes a value of a constant, or of a literal as a NumPy array of rank 0.
+        constant: makes a value from a constant, or from a literal as a NumPy array of rank 0.
     """
     from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
 
@@ -84,7 +84,7 @@ class HashableJaxpr:
         self.jaxpr = jaxpr
 
     @functools.cached_property
-    def _contents(self) -> Hashable:  # compared by eager calls only
+    def _contents(self) -> Hashable:  # compared only by eager calls
         return _contents_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Suggests which keyword argument was probably meant by an unknown one."""
+"""Suggests the keyword argument probably meant by an unknown one."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ _WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)", "
 _WEIGHTS = ("return_weights", "sow_weights", "jattn.attention_weights(query, key, ...)")
 _SOFT_CAP = ("score_mod=jattn.score_mods.SoftCap(cap)",)
 _KEY_MASK = ("key_value_seq_lengths, or mask=mask[:, None, None, :]", "mask")
-# Names of arguments in other libraries, and what to write here. The first that the function has as a keyword is shown.
+# Argument names in other libraries, and their names here. The first that is a keyword of the function is suggested.
 MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "q": ("query",), "k": ("key",), "v": ("value",), "query": ("q",), "key": ("k",), "value": ("v",),
@@ -40,7 +40,7 @@ MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``fn``, with an error for unknown keyword arguments that also says which one was probably meant."""
+    """``fn``, raising an error for unknown keyword arguments that suggests the one probably meant."""
     parameters = inspect.signature(fn).parameters
     known = {*parameters, *(name for parameter in parameters.values() for name in unpacked_keywords(parameter))}
 
@@ -55,7 +55,7 @@ def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 
 def unpacked_keywords(parameter: inspect.Parameter) -> Collection[str]:
-    """The keywords of ``**parameter: Unpack[T]``, those of the ``TypedDict`` T; none of any other parameter."""
+    """The keywords of ``**parameter: Unpack[T]`` with a ``TypedDict`` T; none for any other parameter."""
     if parameter.kind != inspect.Parameter.VAR_KEYWORD or get_origin(parameter.annotation) is not Unpack:
         return ()
     (keywords,) = get_args(parameter.annotation)

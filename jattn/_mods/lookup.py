@@ -1,7 +1,8 @@
-"""Looks up tables by position, inside masks: single entries, and summaries of whole blocks.
+"""Looks up entries of tables by position, inside masks: single entries, and summaries of whole blocks.
 
-Results are NumPy arrays if everything is static, so that a static mask stays static; otherwise jax.numpy. Intervals of
-positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the table.
+Results are NumPy arrays if everything is static, so that a static mask stays static, and JAX arrays otherwise.
+Intervals of positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the
+table.
 """
 
 import jax
@@ -26,14 +27,14 @@ def look_up(table: AnyArray, *indices: Index) -> tuple[AnyArray, AnyArray]:
 
 
 def look_up_row(table: AnyArray, b: Index, index: Index) -> tuple[AnyArray, AnyArray]:
-    """``look_up`` in a table ``[length]`` or ``[B, length]``; a B of 1 is shared by all sequences."""
+    """``look_up`` in a table ``[length]`` or ``[B, length]``; if B is 1, all sequences share the table."""
     if table.ndim == 2 and table.shape[0] == 1:
         table = table[0]
     return look_up(table, index) if table.ndim == 1 else look_up(table, b, index)
 
 
 def ranks(ids: AnyArray) -> jax.Array:
-    """int32 numbers of the shape of ``ids [B, length]``, equal where the ids of a row are, for kernels of 32 bits."""
+    """int32 numbers shaped like ``ids [B, length]``, equal where a row's ids are equal, for 32-bit kernels."""
     return jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(jnp.asarray(ids)).astype(jnp.int32)
 
 
@@ -46,11 +47,12 @@ def shared(table: AnyArray, b: Index, h: Index) -> tuple[Index, Index]:
 def range_in_row(ids: AnyArray, b: Index, low: Index, high: Index) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The minimum and maximum id at positions ``low..high``, and whether all of these positions lie in the table.
 
-    If none does, the minimum is the largest integer and the maximum the smallest: an interval that meets no other.
-    Takes O(length + blocks * (PART + length / PART)): an interval consists of whole parts of the row and two ends.
+    If none lies in the table, the minimum is the largest integer and the maximum the smallest: an interval that meets
+    no other. Takes O(length + blocks * (PART + length / PART)): an interval consists of whole parts of the row and two
+    ends.
     """
     xp = namespace(ids, b, low, high)
-    ids = xp.asarray(ids)  # in jax.numpy's integer width, for iinfo below
+    ids = xp.asarray(ids)  # with jax.numpy's integer width, for iinfo below
     low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
     size, info = ids.shape[-1], jnp.iinfo(ids.dtype)
     part = max(min(PART, size), 1) if isinstance(size, int) else PART
@@ -60,7 +62,7 @@ def range_in_row(ids: AnyArray, b: Index, low: Index, high: Index) -> tuple[AnyA
     head, tail, between = start + xp.arange(part), end - 1 - xp.arange(part), xp.arange(count)
     extremes = []
     for reduce, of_none in ((xp.min, info.max), (xp.max, info.min)):
-        none = np.array(of_none, ids.dtype)  # a Python number would be of JAX's default type, which may be too narrow
+        none = np.array(of_none, ids.dtype)  # a Python number would get JAX's default type, which may be too narrow
         parts = pad_end(ids, (*ids.shape[:-1], count * part), none).reshape(*ids.shape[:-1], count, part)
         pieces = [(ids, head, head < end)]
         if not isinstance(size, int) or size > part:
@@ -84,8 +86,9 @@ def count_pairs(
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The number of true entries of the bool ``table[b, h]`` in ``q_low..q_high`` by ``kv_low..kv_high``.
 
-    Also the number of entries there, and whether all of these indices lie in the table. An axis of size 1 is shared.
-    Uses a summed-area table: over the stretches between interval ends if those are static, otherwise over all pairs.
+    Also returns the number of entries there, and whether all these indices lie in the table. An axis of size 1 is
+    shared. Uses a summed-area table: over the stretches between interval ends if those are static, otherwise over all
+    pairs.
     """
     T, S = table.shape[2:]
     rows, columns = _of_axis(q_low, q_high, T), _of_axis(kv_low, kv_high, S)
@@ -108,7 +111,7 @@ def count_pairs(
 
 
 def _between_ends(table: AnyArray, axis: int, start: Index, end: Index) -> tuple[AnyArray, tuple[AnyArray, AnyArray]]:
-    """``table`` summed over the stretches of ``axis`` between interval ends, and the intervals in units of these."""
+    """``table`` summed over the stretches of ``axis`` between interval ends, and the intervals in these units."""
     cuts = np.unique(np.concatenate([[0], np.ravel(start), np.ravel(end)]))
     cuts = cuts[cuts < table.shape[axis]]
     if cuts.size:

@@ -1,4 +1,4 @@
-"""Defines the base class of masks, and how masks combine. ``jattn.masks`` has the masks themselves."""
+"""Defines the base class of masks, and how masks combine. The masks themselves are in ``jattn.masks``."""
 
 import operator
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Bounds = tuple[Bools, Bools]
 class Mask:
     """Base class of masks that combine with others and can bound blocks. Any plain function can also be a mask.
 
-    A subclass defines ``__call__``, and ``bounds`` if implementations should skip its empty blocks.
+    A subclass defines ``__call__`` and, if implementations should skip its empty blocks, ``bounds``.
     :func:`~jattn.pytree_dataclass` makes it a pytree, and :func:`~jattn.masks.check_bounds` tests it.
 
     Example:
@@ -43,34 +43,34 @@ class Mask:
     def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
 
-        The block is that of head ``h`` in sequence ``b``. ``any_visible`` is False only if no pair of the block is
-        visible, and ``all_visible`` is True only if all pairs are. They may be too cautious, but never wrong. They are
-        NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so one call can describe a grid of
-        blocks.
+        The block belongs to head ``h`` in sequence ``b``. ``any_visible`` is False only if no pair of the block is
+        visible, and ``all_visible`` is True only if all pairs are. They may be conservative, but never wrong. They are
+        NumPy bools if everything is static, and arrays otherwise. Arguments broadcast, so one call can describe a grid
+        of blocks.
 
-        A wrong answer gives wrong numbers without an error: test yours with ``jattn.masks.check_bounds``.
+        A wrong answer gives wrong numbers without an error: test custom bounds with ``jattn.masks.check_bounds``.
         """
         return np.True_, np.False_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-        """``(first, last)``: query ``q_idx`` sees the keys ``first <= kv_idx <= last`` only; none if ``last < first``.
+        """``(first, last)``: query ``q_idx`` sees only the keys ``first <= kv_idx <= last``; none if ``last < first``.
 
-        The query is that of head ``h`` in sequence ``b``. Return None if a query does not always see one interval of
-        keys. That must follow from the class and its static fields, not from indices or arrays. Unlike ``bounds``, an
-        interval must be exact: kernels for a few kinds of masks use it instead of ``__call__``, and so support your own
-        mask class. ``jattn.masks.check_bounds`` tests it.
+        The query belongs to head ``h`` in sequence ``b``. Return None if a query does not always see a single interval
+        of keys. This must depend only on the class and its static fields, not on indices or arrays. Unlike ``bounds``,
+        an interval must be exact: kernels for a few kinds of masks use it instead of ``__call__``, and thereby support
+        custom mask classes. ``jattn.masks.check_bounds`` tests it.
 
-        Results are int32, clipped where a sum overflows, or Python integers that are the same for all queries.
-        ``-2**31`` and ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a
-        query at that position. Results are NumPy if everything is static, otherwise JAX arrays. Arguments are int32 and
-        broadcast; a result has only the axes that it depends on.
+        Results are int32, clipped where a sum overflows, or Python integers shared by all queries. ``-2**31`` and
+        ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a query at that
+        position. Results are NumPy arrays if everything is static, and JAX arrays otherwise. Arguments are int32 and
+        broadcast; a result has only the axes it depends on.
         """
         return None
 
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
 
-        ``dot_product_attention`` calls it. T and S are None if positions are given: tables may then have any length.
+        Called by ``dot_product_attention``. T and S are None if positions are given: tables may then have any length.
         """
 
     def __and__(self, other: object) -> "And":
@@ -90,7 +90,7 @@ class Mask:
 
     @property
     def ndim(self):
-        """Raises: a mask has no axes. Flax's ``combine_masks`` reads this, and the error says what to write instead."""
+        """Raises, because a mask has no axes. Flax's ``combine_masks`` reads this; the message gives an alternative."""
         raise AttributeError(
             f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
             "masks by &, as in Causal() & masks.Dense(array)"
@@ -138,14 +138,14 @@ def bounds(mask: MaskFunction, b: Index, h: Index, q_min: Index, q_max: Index, k
 
 
 def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-    """``(first, last)``, the keys that each query sees: ``mask.interval(...)``; None for a mask with a plain function.
+    """``(first, last)``, the keys seen by each query: ``mask.interval(...)``; None for a mask with a plain function.
 
-    A mask of a class that is not registered with JAX counts as a plain function: tracing keeps only its ``__call__``.
+    A mask whose class is not registered with JAX counts as a plain function: tracing keeps only its ``__call__``.
     Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
 
     Args:
         mask: a ``Mask`` or a function.
-        b, h, q_idx: int32 indices of sequence and head, and positions of queries; they broadcast.
+        b, h, q_idx: int32 sequence and head indices, and query positions; they broadcast.
 
     Example:
         >>> mask = jattn.masks.SlidingWindow(2) & jattn.masks.Prefix(4)
@@ -161,13 +161,13 @@ def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Inte
 
 
 def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
-    """The masks that ``mask`` joins by ``&``; itself if it joins none."""
+    """The masks joined by ``&`` in ``mask``; only itself if it joins none."""
     return [*conjuncts(mask.left), *conjuncts(mask.right)] if isinstance(mask, And) else [mask]
 
 
 @pytree_dataclass
 class _Pair(Mask):
-    """Two masks, joined pair by pair by ``join``."""
+    """Two masks, combined elementwise by ``join``."""
 
     left: MaskFunction
     right: MaskFunction
@@ -230,7 +230,7 @@ class Or(_Pair):
     join = operator.or_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-        """One interval if both start at the same key for every query; others may leave a gap."""
+        """One interval if both start at the same key for every query; other intervals may leave a gap."""
         left, right = interval(self.left, b, h, q_idx), interval(self.right, b, h, q_idx)
         if left is None or right is None or not isinstance(left[0], int) or not isinstance(right[0], int):
             return None

@@ -18,7 +18,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def static_field(**options: Any) -> Any:
-    """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable and static under tracing.
+    """A ``pytree_dataclass`` field that is part of the tree's structure: hashable and static under tracing.
 
     ``options`` are the keywords of ``dataclasses.field``, such as ``default``.
 
@@ -36,17 +36,17 @@ def static_field(**options: Any) -> Any:
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: Class) -> Class:
-    """Makes ``cls`` a frozen dataclass and a pytree. Fields are children; a ``static_field`` is structure.
+    """Makes ``cls`` a frozen dataclass and a pytree. Fields are children; a ``static_field`` is part of the structure.
 
     Which fields are children depends on the class alone, not on their values, so trees of shardings, axes or booleans
-    fit wherever trees of arrays do. The fields' names are the keys. ``__init__`` and ``__post_init__`` do not run when
+    fit wherever trees of arrays do. The field names are the keys. ``__init__`` and ``__post_init__`` do not run when
     JAX unflattens, because leaves may then be anything.
 
-    Instances without arrays are equal, with equal hashes, if their types and fields are. An instance with arrays equals
-    only itself, because arrays have no single truth value.
+    Instances without arrays are equal, with equal hashes, if their types and fields are equal. An instance with arrays
+    equals only itself, because arrays have no single truth value.
 
     Example:
-        Your own mask, with ``bounds`` that allow skipping blocks, on every mesh:
+        A custom mask that works on every mesh, with ``bounds`` that allow skipping blocks:
 
         >>> @jattn.pytree_dataclass
         ... class Dilated(jattn.masks.Mask):
@@ -73,7 +73,7 @@ def pytree_dataclass(cls: Class) -> Class:
         return tuple(zip(keys, children, strict=True)), structure
 
     def unflatten(structure: tuple, children: Iterable) -> object:
-        tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would refuse
+        tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would reject
         for name, value in (*zip(data, children, strict=True), *zip(static, structure, strict=True)):
             object.__setattr__(tree, name, value)
         return tree
@@ -106,7 +106,7 @@ def _values(tree: PyTree) -> tuple | None:
 
 @pytree_dataclass
 class StaticFunction:
-    """A plain function in a pytree: part of its structure, compared by identity, as static arguments of ``jax.jit``."""
+    """A plain function in a pytree: part of its structure, compared by identity like static ``jax.jit`` arguments."""
 
     function: Callable[..., Any] = static_field()
 
@@ -123,7 +123,7 @@ def as_part(mod: PyTree) -> PyTree:
 def holds_plain_function(mod: PyTree) -> bool:
     """Whether ``mod`` is or contains a plain function. Its captured values may change from call to call.
 
-    A callable of a class that is not registered with JAX counts as one.
+    A callable whose class is not registered with JAX counts as one.
     """
     leaves = jax.tree.leaves(mod, is_leaf=is_function)
     return any(map(callable, leaves))
@@ -150,10 +150,11 @@ def known(tree: PyTree) -> PyTree:
 def split_arrays(
     tree: PyTree, kind: type = jax.Array, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:
-    """The leaves that are JAX arrays, or of another ``kind``, and a function that puts others in their place."""
+    """The leaves that are JAX arrays, or of another ``kind``, and a function that replaces them."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     is_array = [isinstance(leaf, kind) for leaf in leaves]
-    # Without the arrays: JAX's caches keep what closes over join, and traced arrays must not outlive their trace.
+    # Without the arrays: JAX's caches keep functions that close over join, and traced arrays must not outlive their
+    # trace.
     static = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
 
     def join(arrays: Iterable[Any]) -> PyTree:

@@ -1,8 +1,8 @@
-"""Converts masks and score functions for kernels, which evaluate them on tiles of pairs of a query and a key.
+"""Converts masks and score functions for kernels, which evaluate them on tiles of query-key pairs.
 
-A kernel has elementwise operations only. But most look-ups of a ``mod(b, h, q_idx, kv_idx)`` depend on one index: a
+A kernel has only elementwise operations. But most lookups in a ``mod(b, h, q_idx, kv_idx)`` depend on one index: a
 slope on the head, a segment id on the query or the key. ``make_tile_function`` traces the function and separates the
-two: values of one index are computed outside of the kernel, as arrays over heads, queries or keys, and the kernel reads
+two: values of one index are computed outside the kernel, as arrays over heads, queries or keys, and the kernel reads
 them with its blocks.
 """
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 else:
     JaxprEqn = Any  # slow to import
 
-# What kernels compute on tiles. Other operations must not depend on both a query and a key, nor on the score.
+# Operations that kernels compute on tiles. Others must not depend on both a query and a key, nor on the score.
 ELEMENTWISE = frozenset(
     "abs add and ceil clamp convert_element_type copy cos div eq exp exp2 expm1 floor ge gt integer_pow is_finite le "
     "log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sqrt square stop_gradient sub tan tanh xor".split()
 )
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
-_SAME_VALUE = ("broadcast_in_dim", "reshape", "squeeze")  # of an array of one number
-# What a value is an array over. A score is one of pairs.
+_SAME_VALUE = ("broadcast_in_dim", "reshape", "squeeze")  # for an array of one number
+# What an array of values runs over. A score runs over pairs.
 HEAD, QUERY, KEY, PAIR = "head", "query", "key", "pair"
 _ARGUMENTS = ({"b"}, {"h"}, {"q"}, {"kv"})
 
 
 class NotElementwise(Exception):
-    """A mask or score function needs more than elementwise operations on pairs; the message names the operation."""
+    """Raised if a mask or score function needs non-elementwise operations on pairs; the message names the operation."""
 
 
 @dataclasses.dataclass
@@ -56,8 +56,8 @@ class _Step:
 class TileFunction:
     """A traced mask or score function: equations on scalars, with numbered values.
 
-    ``axes``: for each value, the indices that it depends on. ``arguments``: the score's number, if there is one, then
-    those of ``b, h, q_idx, kv_idx``. ``outside``: the values to compute outside of the kernel, and what each runs over:
+    ``axes``: for each value, the indices on which it depends. ``arguments``: the score's number, if any, then the
+    numbers of ``b, h, q_idx, kv_idx``. ``outside``: the values to compute outside the kernel, and what each runs over:
     HEAD, QUERY or KEY.
     """
 
@@ -74,7 +74,7 @@ class TileFunction:
     ) -> list[Array]:  # fmt: skip
         """The ``outside`` values, in order: ``[B|1,N|1]``, ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
         results = []
-        batch, heads = jnp.asarray(batch, jnp.int32), jnp.asarray(heads, jnp.int32)  # wider in x64
+        batch, heads = jnp.asarray(batch, jnp.int32), jnp.asarray(heads, jnp.int32)  # wider with x64
         for number, axis in self.outside.items():
             positions = {HEAD: np.zeros((1, 1), np.int32), QUERY: q_positions, KEY: kv_positions}[axis]
             depends = self.axes[number]
@@ -94,14 +94,14 @@ class TileFunction:
         return results
 
     def on_tile(self, score: Array | None, q_idx: ArrayLike, kv_idx: ArrayLike, outside: Sequence[ArrayLike]) -> Array:
-        """The result on a tile of pairs, from arrays that broadcast against it.
+        """The result on a tile of pairs, computed from arrays that broadcast against the tile.
 
         ``outside``: scalars of the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
         """
         known = dict(zip(self.outside, outside, strict=True))
         indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
         scores = {} if score is None else {self.arguments[0]: score}
-        # Not the traced ones: a kernel must not capture them. What it needs of them is in outside.
+        # Not the traced arrays, which a kernel must not capture. The values it needs from them are in outside.
         constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if _is_number(x)}
         return self._evaluate(self.result, constants | scores | indices | known, _bind_broadcast)
 
@@ -124,7 +124,7 @@ class TileFunction:
 
 
 def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None = None) -> TileFunction:
-    """``mod``, a mask, or a score function if ``score_dtype`` is given, traced for one pair.
+    """``mod``, a mask (or a score function if ``score_dtype`` is given), traced for one pair.
 
     Raises ``NotElementwise`` if an operation on pairs is not among ``ELEMENTWISE``.
     """
@@ -158,7 +158,7 @@ def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | No
 
 
 def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) -> str | None:
-    """Why a kernel cannot evaluate them, or None."""
+    """The reason why a kernel cannot evaluate them, or None."""
     mods = [("mask", mask, None) for mask in masks]
     mods += [] if score_mod is None else [("score_mod", score_mod, jnp.float32)]
     for name, mod, score_dtype in mods:
@@ -170,7 +170,7 @@ def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) ->
 
 
 def _over(depends: set[str]) -> str:
-    """What a value that depends on these indices runs over."""
+    """The axis that a value depending on these indices runs over."""
     if {"q", "kv"} <= depends:
         return PAIR
     return QUERY if "q" in depends else KEY if "kv" in depends else HEAD
@@ -197,8 +197,8 @@ def _has_64_bits(equation: JaxprEqn) -> bool:
 
 
 def _choose_outside(traced: TileFunction) -> None:
-    """Fills ``outside``: the values over heads, and those that a kernel cannot compute, as far as it needs them."""
-    inside = {*traced.arguments[-2:], *traced.arguments[:-4]}  # what the kernel computes itself
+    """Fills ``outside``: values over heads, and values that the kernel needs but cannot compute."""
+    inside = {*traced.arguments[-2:], *traced.arguments[:-4]}  # computed by the kernel itself
     simple = {i for i, x in traced.constants.items() if _is_number(x)}
     for step in traced.steps:
         over = _over(traced.axes[step.outputs[0]])
@@ -220,12 +220,12 @@ def _choose_outside(traced: TileFunction) -> None:
 
 
 def _is_number(constant: Any) -> bool:
-    """Whether it is one number that is known while tracing."""
+    """Whether it is a single number known while tracing."""
     return isinstance(constant, np.ndarray | np.generic) and np.size(constant) == 1
 
 
 def spread(x: ArrayLike, shape: tuple[int, ...]) -> ArrayLike:
-    """``x`` broadcast to ``shape``; bools by way of integers, because kernels cannot broadcast them."""
+    """``x`` broadcast to ``shape``; bools via integers, because kernels cannot broadcast bools."""
     if np.shape(x) == shape:
         return x
     if jnp.result_type(x) == bool:
@@ -238,7 +238,7 @@ def _bind(step: _Step, inputs: list[Any]) -> list[Any]:
 
 
 def _bind_broadcast(step: _Step, inputs: list[Any]) -> list[Any]:
-    """The equation on arrays that broadcast, though it was traced on scalars."""
+    """The equation applied to arrays that broadcast, although it was traced on scalars."""
     if step.equation.primitive.name in _SAME_VALUE:
         return inputs[:1]
     shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))

@@ -1,7 +1,7 @@
 """Checks the fields of masks and score functions at construction, and converts integers to int32.
 
-All arithmetic on positions, lengths and ids is in int32. JAX would silently truncate NumPy's wider integers, and
-differences of narrow or unsigned integers wrap around.
+All arithmetic on positions, lengths and ids uses int32. JAX would silently truncate NumPy's wider integers, and
+differences of narrow or unsigned integers would wrap around.
 """
 
 import inspect
@@ -19,7 +19,7 @@ LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
 
 
 def to_int32(argument: str, x: AnyArray) -> AnyArray:
-    """Integers of any width and sign as int32, which must hold them, or it raises; traced ones are clipped."""
+    """Integers of any width and sign as int32; raises if they do not fit, but clips traced integers."""
     if x.dtype == np.int32:
         return x
     traced = isinstance(x, jax.Array) and (isinstance(x, Tracer) or not x.is_fully_addressable)
@@ -41,7 +41,7 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 
 def as_array(name: str, x: object) -> AnyArray:
-    """The argument ``name`` as an array; one of NumPy or JAX stays what it is."""
+    """The argument ``name`` as an array; NumPy and JAX arrays are unchanged."""
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return np.asarray(x) if isinstance(x, np.generic) else x
     try:
@@ -51,14 +51,14 @@ def as_array(name: str, x: object) -> AnyArray:
 
 
 def flag(name: str, x: object) -> bool:
-    """A Python bool, checked."""
+    """A checked Python bool."""
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, and known while tracing, got {x!r}")
     return bool(x)
 
 
 def to_number(argument: str, x: Any) -> AnyArray | int | float:
-    """A real number: a Python number if it is known, otherwise a scalar array."""
+    """A real number: a Python number if known, otherwise a scalar array."""
     dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         got = f"{dtype} of shape {list(np.shape(x))}" if hasattr(x, "dtype") else repr(x)
@@ -67,7 +67,7 @@ def to_number(argument: str, x: Any) -> AnyArray | int | float:
 
 
 def check_table(table: object, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
-    """Raises unless ``table`` is an array of one of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
+    """Raises unless ``table`` is an array with one of these ranks and this kind: ``"i"`` (int) or ``"b"`` (bool)."""
     wanted = {"i": "integers", "b": "bools"}[kind]
     shape, dtype = getattr(table, "shape", None), getattr(table, "dtype", None)
     if shape is None or dtype is None:
@@ -85,9 +85,9 @@ def check_array(name: str, x: AnyArray, expected: str, kind: Any, *shapes: tuple
 
 
 def pair(name: str, x: Any, parts: str) -> tuple[Any, Any]:
-    """The two entries of ``x``, a tuple, list or array. A dict, string or set would also unpack, but not into a pair.
+    """The two entries of ``x``, a tuple, list or array. A dict, string or set would unpack, but not into a pair.
 
-    Raises ValueError, with what the ``parts`` are.
+    Raises ValueError with a message that describes the ``parts``.
     """
     if not isinstance(x, tuple | list | np.ndarray | jax.Array) or getattr(x, "ndim", 1) == 0 or len(x) != 2:
         size = f" of {len(x)}" if isinstance(x, tuple | list) else ""
@@ -122,14 +122,14 @@ def check_sizes(
 
 
 def number(x: AnyArray | int, least: int = LEAST) -> AnyArray | int:
-    """An integer field, clipped to int32: a Python int if it is known, otherwise an int32 array."""
+    """An integer field, clipped to int32: a Python int if known, otherwise an int32 array."""
     if isinstance(x, int | np.integer | np.ndarray):
         return min(max(operator.index(x), least), LARGEST)
     return jnp.maximum(_clipped(x), least)
 
 
 def at_most(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
-    """``kv <= q + by``, also if the sum overflows int32; a ``by`` of ``LARGEST`` means no limit."""
+    """``kv <= q + by``, even if the sum overflows int32; a ``by`` of ``LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == LARGEST:
             return np.True_
@@ -139,7 +139,7 @@ def at_most(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
 
 
 def at_least(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
-    """``kv >= q + by``, also if the sum overflows int32; a ``by`` of ``-LARGEST`` means no limit."""
+    """``kv >= q + by``, even if the sum overflows int32; a ``by`` of ``-LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == -LARGEST:
             return np.True_
@@ -151,7 +151,7 @@ def at_least(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
 def end_of_window(q_idx: Index, by: Index, unlimited: int) -> AnyArray | int:
     """``q + by``, clipped to int32: the first key of ``at_least`` or the last key of ``at_most``.
 
-    ``unlimited``: LEAST for ``at_least``, LARGEST for ``at_most``: the result if ``by`` means no limit.
+    ``unlimited``: the result if ``by`` means no limit: LEAST for ``at_least``, LARGEST for ``at_most``.
     """
     no_limit = max(unlimited, -LARGEST)
     if isinstance(by, int):
@@ -160,7 +160,7 @@ def end_of_window(q_idx: Index, by: Index, unlimited: int) -> AnyArray | int:
 
 
 def _plus(index: Index, by: Index) -> AnyArray:
-    """``index + by``, clipped to int32. Unlike ``kv - q``, this takes one sum per query instead of one per pair."""
+    """``index + by``, clipped to int32. This takes one sum per query, whereas ``kv - q`` takes one per pair."""
     index = namespace(index, by).asarray(index)
     if index.dtype == np.int64:
         return index + by
@@ -169,14 +169,14 @@ def _plus(index: Index, by: Index) -> AnyArray:
 
 
 def check_fits(mod: object, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
-    """Calls ``mod.check(B, N, T, S)``, if it exists, as ``jattn.masks.Mask.check`` describes."""
+    """Calls ``mod.check(B, N, T, S)``, if it exists, as described in ``jattn.masks.Mask.check``."""
     checks = getattr(mod, "check", None)
     if callable(checks):
         checks(B, N, T, S)
 
 
 def check_signature(name: str, mod: Any) -> Any:
-    """``mod``. Raises for common mistakes: a class, a list of several, a function with the wrong arguments."""
+    """Returns ``mod``. Raises for common mistakes: a class, a list of functions, a function with wrong arguments."""
     if isinstance(mod, type):
         raise TypeError(f"{name}={mod.__name__} is a class; write {name}={mod.__name__}(...)")
     if isinstance(mod, list | tuple) and any(map(callable, mod)):

@@ -41,39 +41,39 @@ def edge_attribution(
     per_example: bool = False,
     progress: bool = True,
 ) -> EdgeScores:
-    """Scores each edge of a model: how a metric changes if the edge carries the output of another run.
+    """Scores each edge of a model by how much a metric changes if the edge carries the output of another run.
 
     An edge leads from a writer (the embedding, a head, an MLP) to a later reader (the query, key or value of a head, an
-    MLP, the logits). If the edge is cut, only its reader reads the writer's corrupt output, and all others read the
-    clean one. Sequences run one by one, in memory linear in their length, and in at least float32.
+    MLP, the logits). Cutting an edge gives the writer's corrupt output to this reader only; all other readers still get
+    the clean one. Sequences run one at a time, in at least float32 and in memory linear in their length.
 
     Args:
         model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         clean: integers ``[B,T]``, the tokens.
         corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, such as the same text with another
-            name; the outputs that :func:`~jattn.circuits.mean_outputs` returns; or ``"zero"``, no output.
+            name; the outputs returned by :func:`~jattn.circuits.mean_outputs`; or ``"zero"`` for no output.
         metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as a difference of two logits; with
-            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate it. Each function object is
-            compiled once: define the metric once, and pass what changes between calls as ``labels``.
+            ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate the metric. Each function object is
+            compiled once, so define the metric once and pass whatever changes between calls as ``labels``.
         method: ``"eap"``: the metric's derivative at the clean input times the change, ``2 + 3`` passes for all edges.
             ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean embeddings.
             ``"exact"``: cuts each of ``edges`` in a separate run.
-        steps: the number of inputs of ``"eap-ig"``.
-        edges: bool ``[R,W]``, the edges to score (``Graph.select``); all by default. ``"exact"`` needs it.
-        within: bool ``[R,W]``, for ``"exact"``: a circuit. All runs cut the edges outside of it. If ``edges`` is the
+        steps: the number of inputs for ``"eap-ig"``.
+        edges: bool ``[R,W]``, the edges to score (``Graph.select``); all by default. Required for ``"exact"``.
+        within: bool ``[R,W]``, for ``"exact"``: a circuit. Every run cuts the edges outside it. If ``edges`` is the
             same circuit, the scores show whether each of its edges is needed (minimality).
-        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
-        valid: bool ``[B,T]``, False for padding, of both ``clean`` and ``corrupt``; for models of ``jattn.interop``.
+        labels: a pytree of arrays ``[B, ...]``; the metric receives the entry of each sequence.
+        valid: bool ``[B,T]``, False for padding in both ``clean`` and ``corrupt``; only for ``jattn.interop`` models.
         per_example: keep the scores of each sequence.
         progress: show a line of progress.
 
     Returns:
-        An ``EdgeScores``, with ``scores [R,W]`` of R readers and W writers.
+        An ``EdgeScores``, with ``scores [R,W]`` for R readers and W writers.
 
     Raises:
         ValueError: shapes do not match; clean and corrupt tokens are equal; the metric is not a floating scalar or not
-            finite; an edge does not exist; ``method`` is unknown; the residual stream is not a sum (``graph_of``).
-        TypeError: the model is neither of these.
+            finite; an edge does not exist; ``method`` is unknown; the residual stream is not a sum (see ``graph_of``).
+        TypeError: the model is of neither kind.
 
     Example:
         >>> from flax import nnx
@@ -126,20 +126,20 @@ def edge_attribution(
 def mean_outputs(
     model: nnx.Module, tokens: ArrayLike, *, valid: ArrayLike | None = None, progress: bool = True
 ) -> Outputs:
-    """The mean output of each writer of a model over all tokens of a data set, for mean ablation of edges.
+    """Averages the output of each writer of a model over all tokens of a data set, for mean ablation of edges.
 
     Args:
         model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         tokens: integers ``[B,T]``.
-        valid: bool ``[B,T]``, False for padding, which does not count.
+        valid: bool ``[B,T]``, False for padding, which is excluded.
         progress: show a line of progress.
 
     Returns:
         ``Outputs`` with 1 in place of T, to pass as ``corrupt``.
 
     Raises:
-        ValueError: shapes do not match, or an output is not finite; the residual stream is not a sum (``graph_of``).
-        TypeError: the model is neither of these.
+        ValueError: shapes do not match; an output is not finite; the residual stream is not a sum (see ``graph_of``).
+        TypeError: the model is of neither kind.
 
     Example:
         >>> from flax import nnx
@@ -172,7 +172,7 @@ def _sums(parts: Parts, example: Example) -> Outputs:
 
 
 def _by_gradient(parts: Parts, example: Example, changes: Array, metric: Metric, steps: int | None) -> np.ndarray:
-    """``[R,W]`` by ``"eap"``, or with ``steps`` by ``"eap-ig"``."""
+    """Scores ``[R,W]`` by ``"eap"``, or by ``"eap-ig"`` if ``steps`` are given."""
     shares, total = ([1.0] if steps is None else [k / steps for k in range(1, steps + 1)]), 0.0
     embedding = parts.embed(example.tokens, example.valid)
     for share in shares:

@@ -1,4 +1,4 @@
-"""Holds the scores of edges, and selects circuits by them (``EdgeScores``)."""
+"""Holds edge scores and selects circuits by them (``EdgeScores``)."""
 
 import dataclasses
 import heapq
@@ -13,15 +13,15 @@ from jattn.circuits._graph import Graph
 
 @dataclasses.dataclass(frozen=True)
 class EdgeScores:
-    """The result of :func:`~jattn.circuits.edge_attribution`: NumPy arrays.
+    """The result of :func:`~jattn.circuits.edge_attribution`, as NumPy arrays.
 
     Attributes:
         graph: the names and the order of the readers R and writers W.
-        scores: ``[R,W]``, the change of the metric if the edge carries the corrupt output; the mean over examples; 0
+        scores: ``[R,W]``, the change of the metric when the edge carries the corrupt output, averaged over examples; 0
             for pairs that are not edges or were not scored.
         scored: bool ``[R,W]``: which edges were scored.
-        clean, corrupt: ``[B]``, the metric of each example with all edges, and with no edges.
-        method: how scores were computed.
+        clean, corrupt: ``[B]``, the metric of each example with all edges and with none.
+        method: how the scores were computed.
         per_example: ``[B,R,W]``, the scores of each example, or None.
 
     Example:
@@ -51,10 +51,10 @@ class EdgeScores:
         return self._mask(self.greedy_order()[: self._checked(count)])
 
     def greedy_order(self) -> np.ndarray:
-        """Integers ``[E,2]``: reader and writer of each edge, from the logits backwards.
+        """Integers ``[E,2]``: the reader and writer of each edge, from the logits backwards.
 
-        Each step adds the edge with the largest absolute score among those into a reader of the circuit so far, so
-        every edge leads on to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
+        Each step adds the edge with the largest absolute score among those into readers of the circuit so far, so
+        every edge leads to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
         """
         readers_of = self._readers_by_writer()
         strength, chosen, reached = np.abs(self.scores), [], set()
@@ -84,7 +84,7 @@ class EdgeScores:
     def to_graphviz(self, count: int) -> str:
         """The first ``count`` edges of ``greedy_order`` in Graphviz's DOT language, for ``dot -Tpdf``.
 
-        An edge into a query, key or value leads to its head, or to a point that its heads share.
+        An edge into a query, key or value leads to its head, or to a point shared by its heads.
         """
         edges = self._named(count)
         largest = max((abs(score) for *_, score in edges), default=1.0) or 1.0
@@ -103,7 +103,7 @@ class EdgeScores:
         return "\n".join([*dict.fromkeys(lines), "}"])
 
     def columns(self) -> dict[str, np.ndarray]:
-        """``writer``, ``reader`` and ``score`` of every scored edge, the largest absolute score first."""
+        """The ``writer``, ``reader`` and ``score`` of every scored edge, largest absolute score first."""
         ranked = self._ranked()
         writers, readers = (np.array(names, object) for names in (self.graph.writers, self.graph.readers))
         return {
@@ -122,7 +122,7 @@ class EdgeScores:
         return "\n".join([gap, *lines, *([f"and {left} more"] if left > 0 else [])])
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a row for each edge.
+        """A ``pandas.DataFrame`` with one row per edge.
 
         Raises:
             ImportError: pandas is not installed.
@@ -135,13 +135,13 @@ class EdgeScores:
         return pandas.DataFrame(self.columns())
 
     def _named(self, count: int) -> list[tuple[str, str, float]]:
-        """Writer, reader and score of the first ``count`` edges of ``greedy_order``."""
+        """The writer, reader and score of the first ``count`` edges of ``greedy_order``."""
         writers, readers = self.graph.writers, self.graph.readers
         order = self.greedy_order()[: self._checked(count)]
         return [(writers[w], readers[r], float(self.scores[r, w])) for r, w in order]
 
     def _ranked(self) -> np.ndarray:
-        """``[E,2]``: reader and writer of the scored edges, the largest first; ties in their order."""
+        """``[E,2]``: the reader and writer of each scored edge, largest first; ties keep their order."""
         edges = np.argwhere(self.scored)
         return edges[np.argsort(-np.abs(self.scores[self.scored]), kind="stable")]
 

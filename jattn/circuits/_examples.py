@@ -1,4 +1,4 @@
-"""Checks the sequences on which a circuit runs, and what its cut edges carry."""
+"""Checks the sequences on which a circuit runs and the outputs that its cut edges carry."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from jaxtyping import ArrayLike
 from jattn.circuits._parts import Parts
 from jattn.circuits._runs import Example, Metric, Outputs, base_metric, nothing_of, outputs_of, plain_metric
 
-# What a cut edge carries: the outputs on other tokens, given outputs, or nothing.
+# What a cut edge carries: the outputs on other tokens, the given outputs, or nothing.
 Base = Example | Outputs | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The sequences, and what cut edges carry, checked."""
+    """The checked sequences, and the outputs that cut edges carry."""
 
     clean: np.ndarray
     corrupt: np.ndarray | Outputs | str
@@ -28,7 +28,7 @@ class Examples:
     def of(
         cls, clean: ArrayLike, corrupt: Any, labels: Any, valid: ArrayLike | None, name: str = "clean"
     ) -> "Examples":
-        """Raises ``ValueError`` if they do not fit each other."""
+        """Checks the arguments; raises ``ValueError`` if they do not match."""
         clean = _tokens(name, clean)
         if isinstance(corrupt, str):
             if corrupt != "zero":
@@ -55,7 +55,7 @@ class Examples:
         return cls(clean, corrupt, labels, valid)
 
     def check_outputs(self, parts: Parts) -> None:
-        """Raises ``ValueError`` if the corrupt outputs come from another model, or have another length."""
+        """Raises ``ValueError`` if the corrupt outputs come from another model or have another length."""
         if isinstance(self.corrupt, Outputs):
             graph, shape = parts.graph, jnp.shape(self.corrupt.heads)
             if shape[:2] != (graph.num_layers, graph.num_heads) or shape[2:3] not in ((1,), self.clean.shape[1:]):
@@ -68,7 +68,7 @@ class Examples:
         return len(self.clean)
 
     def one(self, i: int) -> tuple[Example, Base]:
-        """An example, and what its cut edges carry."""
+        """An example, and the outputs that its cut edges carry."""
         valid = None if self.valid is None else jnp.asarray(self.valid[i])
         labels = jax.tree.map(lambda x: jnp.asarray(x[i]), self.labels)
         example = Example(jnp.asarray(self.clean[i]), valid, labels)
@@ -78,16 +78,16 @@ class Examples:
 
 
 def as_outputs(parts: Parts, example: Example, base: Base) -> Outputs:
-    """What each writer writes where an edge is cut."""
+    """Each writer's output on its cut edges."""
     if base is None:
         return nothing_of(parts, example)
     return base if isinstance(base, Outputs) else outputs_of(parts, base)
 
 
 def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, number: int) -> tuple[float, float]:
-    """The metric with all edges, and with no edges; raises ``ValueError`` if one is not finite."""
+    """The metric with all edges and with none; raises ``ValueError`` if either is not finite."""
     clean = float(plain_metric(parts, example, metric))
-    if isinstance(base, Example):  # the metric is of the clean tokens, whatever the model reads
+    if isinstance(base, Example):  # the metric uses the clean tokens, whatever the model reads
         corrupt = float(plain_metric(parts, example, metric, base.tokens))
     else:
         corrupt = float(base_metric(parts, example, as_outputs(parts, example, base), metric))
@@ -95,7 +95,7 @@ def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, n
 
 
 def check_finite(clean: float, corrupt: float, number: int) -> tuple[float, float]:
-    """Both; raises ``ValueError`` if one is not finite."""
+    """Returns both; raises ``ValueError`` if either is not finite."""
     if not np.isfinite([clean, corrupt]).all():
         raise ValueError(
             f"metric of example {number} is {clean} with all edges and {corrupt} with none; the metric must be finite "

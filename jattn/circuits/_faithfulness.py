@@ -1,4 +1,4 @@
-"""Runs a circuit: the model with all other edges cut, and how much of a metric that keeps."""
+"""Runs circuits (models with all other edges cut) and measures how much of a metric they keep."""
 
 import dataclasses
 import warnings
@@ -15,7 +15,7 @@ from jattn.circuits._parts import Parts
 from jattn.circuits._runs import Metric, Outputs, cut_run
 from jattn.interop._progress import track
 
-RESAMPLED = 1000  # times that examples are drawn again, for an interval
+RESAMPLED = 1000  # the number of resamples for an interval
 CHOICES = ("greedy", "top")
 
 
@@ -29,27 +29,27 @@ def run_circuit(
     labels: Any = None,
     valid: ArrayLike | None = None,
 ) -> Array | np.ndarray:
-    """Runs a model with these edges only: all other edges carry the outputs of the corrupt run, exactly.
+    """Runs a model with these edges only; all other edges carry exactly the outputs of the corrupt run.
 
-    With all edges it is the model on the clean tokens, with no edges on the corrupt tokens. One compilation serves all
-    sets of edges.
+    With all edges, the result is that of the model on the clean tokens; with none, on the corrupt tokens. One
+    compilation serves all sets of edges.
 
     Args:
         model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         clean: integers ``[B,T]``, the tokens.
-        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, those of ``mean_outputs``, or
+        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, the result of ``mean_outputs``, or
             ``"zero"``.
         edges: bool ``[R,W]``, such as ``EdgeScores.top(100)`` or ``Graph.select(pairs)``; or S sets, ``[S,R,W]``.
         metric: ``(logits [T,V], tokens [T]) -> []``, with ``labels`` as a third argument if given; None returns logits.
-        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
-        valid: bool ``[B,T]``, False for padding; for models of ``jattn.interop``.
+        labels: a pytree of arrays ``[B, ...]``; the metric receives the entry of each sequence.
+        valid: bool ``[B,T]``, False for padding; only for ``jattn.interop`` models.
 
     Returns:
         The metric of each example, ``[B]`` or ``[S,B]``; or the logits ``[B,T,V]`` or ``[S,B,T,V]``.
 
     Raises:
         ValueError: an edge does not exist; shapes do not match; the result is not finite; the residual stream is not a
-            sum (``graph_of``).
+            sum (see ``graph_of``).
 
     Example:
         >>> from flax import nnx
@@ -82,20 +82,20 @@ def run_circuit(
 
 @dataclasses.dataclass(frozen=True)
 class Faithfulness:
-    """The result of :func:`~jattn.circuits.faithfulness`: NumPy arrays, for S sizes of a circuit.
+    """The result of :func:`~jattn.circuits.faithfulness`, as NumPy arrays for S circuit sizes.
 
     The kept share is ``(metric - corrupt) / (clean - corrupt)`` of means over examples: 1 with all edges, 0 with none.
 
     Attributes:
-        sizes: ``[S]``, the number of edges of the circuit.
-        edges: bool ``[S,R,W]``, the edges of the circuit.
-        kept: ``[S]``, the share that the circuit keeps.
-        interval: ``[S,2]``, the 95% interval of ``kept``, by resampling examples; for one example, a point.
-        random: ``[S]``, the share that as many random edges keep.
-        left: ``[S]``, the share that all edges outside the circuit keep: near 0 if the circuit is complete.
-        clean, corrupt: ``[B]``, the metric of each example with all edges, and with no edges.
+        sizes: ``[S]``, the number of edges in each circuit.
+        edges: bool ``[S,R,W]``, the edges of each circuit.
+        kept: ``[S]``, the share kept by each circuit.
+        interval: ``[S,2]``, the 95% interval of ``kept`` from resampled examples; a point for a single example.
+        random: ``[S]``, the share kept by the same number of random edges.
+        left: ``[S]``, the share kept by all edges outside the circuit: near 0 if the circuit is complete.
+        clean, corrupt: ``[B]``, the metric of each example with all edges and with none.
         values: ``{"circuit" | "random" | "left": [S,B]}``, the metric of each example.
-        area: the mean of ``kept`` over the share of edges from the first size to the last, by the trapezoidal rule.
+        area: the mean of ``kept`` over the share of edges, from the first size to the last, by the trapezoidal rule.
 
     Example:
         >>> from flax import nnx
@@ -122,7 +122,7 @@ class Faithfulness:
     area: float
 
     def table(self) -> str:
-        """A text table: size, kept share with its interval, share of random edges, share without the circuit."""
+        """A text table: sizes, and shares kept by the circuit (with interval), random edges and all other edges."""
         lines = [f"{'edges':>8} {'kept':>7} {'95% interval':>18} {'random':>7} {'left':>7}"]
         every = zip(self.sizes, self.kept, self.interval, self.random, self.left, strict=True)
         for size, kept, (low, high), random, left in every:
@@ -145,34 +145,34 @@ def faithfulness(
     seed: int = 0,
     progress: bool = True,
 ) -> Faithfulness:
-    """Measures how much of a metric circuits of several sizes keep, compared with random edges, and without them.
+    """Measures the share of a metric kept by circuits of several sizes, by random edges, and without the circuits.
 
-    Choose edges on one set of examples and judge them on another: pass ``scores`` of the first set and ``clean`` of the
-    second.
+    Choose edges on one set of examples and judge them on another: pass ``scores`` from the first set and ``clean`` from
+    the second.
 
     Args:
         model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         clean: integers ``[B,T]``, the tokens.
-        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, those of ``mean_outputs``, or
+        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, the result of ``mean_outputs``, or
             ``"zero"``.
         metric: ``(logits [T,V], tokens [T]) -> []``, with ``labels`` as a third argument if given.
-        scores: the ``EdgeScores`` that choose the edges.
-        sizes: numbers of edges, sorted; by default ten from 0.1% to all, evenly spaced on a logarithmic scale.
+        scores: the ``EdgeScores`` used to choose the edges.
+        sizes: sorted numbers of edges; by default ten from 0.1% to all, evenly spaced on a logarithmic scale.
         choose: ``"greedy"``, from the logits backwards (``EdgeScores.greedy``), or ``"top"``, the largest scores.
-        labels: a pytree of arrays ``[B, ...]``; the metric gets one entry for each sequence.
-        valid: bool ``[B,T]``, False for padding; for models of ``jattn.interop``.
-        seed: of the random edges.
+        labels: a pytree of arrays ``[B, ...]``; the metric receives the entry of each sequence.
+        valid: bool ``[B,T]``, False for padding; only for ``jattn.interop`` models.
+        seed: the seed of the random edges.
         progress: show a line of progress.
 
     Returns:
         A ``Faithfulness``; ``table()`` shows it as text.
 
     Raises:
-        ValueError: a size is not a number of edges, or ``choose`` is unknown; the arguments do not fit each other.
+        ValueError: a size is not a valid number of edges; ``choose`` is unknown; the arguments do not match.
 
     Warns:
-        UserWarning: clean and corrupt differ in the metric by no more than examples vary, so shares of the difference
-            mean little.
+        UserWarning: the metric differs between clean and corrupt by no more than it varies between examples, so shares
+            of the difference mean little.
 
     Example:
         >>> from flax import nnx
@@ -235,7 +235,7 @@ def faithfulness(
 
 
 def _share(values: np.ndarray, clean: np.ndarray, corrupt: np.ndarray) -> np.ndarray:
-    """``[S,B] -> [S]``: of the mean difference between clean and corrupt."""
+    """``[S,B] -> [S]``: the kept share of the mean difference between clean and corrupt."""
     return (values.mean(-1) - corrupt.mean()) / (clean.mean() - corrupt.mean())
 
 

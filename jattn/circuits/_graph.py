@@ -1,4 +1,4 @@
-"""Lists the edges of a model, from what writes to the residual stream to what reads it later."""
+"""Lists the edges of a model, from writers to the residual stream to later readers."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,15 +15,15 @@ from jattn.nnx import MultiHeadAttention, dot_product_attention
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The writers W and the readers R of a model, and which of the pairs are edges.
+    """The W writers and R readers of a model, and which pairs of them are edges.
 
-    Writers: ``embedding``, then in each layer its heads, ``head 3.2`` (layer 3, head 2), and ``mlp 3``. Readers: in
-    each layer ``query 3.2`` of every head, ``key 3.0`` and ``value 3.0`` of every key head, and ``mlp 3``; ``logits``
-    last. An edge leads from a writer to a reader that comes after it. Arrays of edges are ``[R,W]``.
+    Writers: ``embedding``, then in each layer the heads, such as ``head 3.2`` (layer 3, head 2), and ``mlp 3``.
+    Readers: in each layer, ``query 3.2`` for every head, ``key 3.0`` and ``value 3.0`` for every key head, and
+    ``mlp 3``; then ``logits``. An edge leads from a writer to a later reader. Arrays of edges are ``[R,W]``.
 
     Attributes:
         num_layers, num_heads, num_kv_heads: L, N, K.
-        parallel: attention and MLP of a layer read the same input, so that no edge connects them.
+        parallel: whether attention and MLP of a layer read the same input, so that no edge connects them.
 
     Example:
         >>> graph = jattn.circuits.Graph(num_layers=2, num_heads=4, num_kv_heads=2)
@@ -60,7 +60,7 @@ class Graph:
 
     @property
     def readers_of_layer(self) -> int:
-        """The number of readers of a layer, including its MLP. The writers of a layer are its heads and its MLP."""
+        """The number of readers in a layer, including its MLP. The writers in a layer are its heads and its MLP."""
         return self.num_heads + 2 * self.num_kv_heads + 1
 
     @property
@@ -76,7 +76,7 @@ class Graph:
         return np.arange(1 + L * (N + 1)) < before[:, None]
 
     def select(self, pairs: Iterable[tuple[str, str]]) -> np.ndarray:
-        """Bool ``[R,W]``, True for these edges: pairs of the names of a writer and a reader.
+        """Bool ``[R,W]``, True for these edges, given as pairs of writer and reader names.
 
         Raises:
             ValueError: a name is unknown, or a reader does not come after its writer.
@@ -94,7 +94,7 @@ class Graph:
         return chosen
 
     def checked(self, edges: ArrayLike) -> np.ndarray:
-        """``edges`` as bools ``[...,R,W]``; raises ``ValueError`` if they are not, or if a pair is not an edge."""
+        """``edges`` as bools ``[...,R,W]``; raises ``ValueError`` for other arrays, or if a pair is not an edge."""
         edges, exist = np.asarray(edges), self.edges
         if edges.dtype != bool or edges.shape[-2:] != exist.shape:
             raise ValueError(
@@ -109,8 +109,8 @@ class Graph:
     def heads_of(self, reader: int) -> np.ndarray:
         """The writers that a reader affects: the head of a query, the heads that share a key or value, or an MLP.
 
-        Norms over all heads (of all queries together, or of attention's output) also affect the layer's other heads a
-        little, which is not counted.
+        Norms over all heads (of all queries together, or of the attention output) also affect the layer's other heads
+        slightly, an effect that is ignored.
         """
         L, N, K, per_layer = self.num_layers, self.num_heads, self.num_kv_heads, self.readers_of_layer
         layer, at = divmod(reader, per_layer)
@@ -127,10 +127,10 @@ class Graph:
 
 
 def graph_of(model: nnx.Module) -> Graph:
-    """The ``Graph`` of a model of ``jattn.interop``, or of your own :class:`~jattn.circuits.CircuitModel`.
+    """The ``Graph`` of a ``jattn.interop`` model, or of your own :class:`~jattn.circuits.CircuitModel`.
 
     Raises:
-        TypeError: the model is neither of these.
+        TypeError: the model is of neither kind.
         ValueError: its residual stream is not a sum, because norms act on the stream itself, as in BERT.
 
     Example:
@@ -174,7 +174,7 @@ def graph_of(model: nnx.Module) -> Graph:
 
 
 def _check_attention(layer: int, attention: Any) -> None:
-    """Raises if a layer's attention is not a plain ``jattn.nnx.MultiHeadAttention``, which is run part by part."""
+    """Raises unless a layer's attention is a plain ``jattn.nnx.MultiHeadAttention``, which can be run part by part."""
     usual = isinstance(attention, MultiHeadAttention) and type(attention).__call__ is MultiHeadAttention.__call__
     if not usual or attention.attention_fn is not dot_product_attention:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Writes a circuit, and what its heads look at, as one offline page (``circuit_report``)."""
+"""Writes a circuit and the attention of its heads as one offline page (``circuit_report``)."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 class CircuitReport(Report):
     """A page with a circuit above the heads of a report. Notebooks display it; ``save(path)`` writes it.
 
-    :func:`~jattn.circuits.circuit_report` makes it. ``section`` is the HTML of the circuit; the other fields are those
-    of ``jattn.reports.Report``.
+    Created by :func:`~jattn.circuits.circuit_report`. ``section`` is the HTML of the circuit; the other fields are
+    inherited from ``jattn.reports.Report``.
 
     Example:
         >>> issubclass(jattn.circuits.CircuitReport, jattn.reports.Report)
@@ -50,19 +50,19 @@ def circuit_report(
     title: str = "Circuit",
     path: str | Path | None = None,
 ) -> CircuitReport:
-    """An offline page with the circuit of a model; a click on a head opens its attention pattern.
+    """Writes an offline page with the circuit of a model; clicking a head opens its attention pattern.
 
-    Layers go upward, and lines are as wide as the scores of their edges. A slider sets the number of edges, chosen
-    greedily from the logits backwards. The page fetches nothing, and saves its picture as SVG.
+    Layers run upward, and line widths show the scores of edges. A slider sets the number of edges, chosen greedily from
+    the logits backwards. The page fetches nothing and can save its picture as SVG.
 
     Args:
         scores: the result of ``edge_attribution``.
         report: a report on the same model's heads, such as ``jattn.report(jattn.interop.look(model, tokens), tokens)``
-            or ``jattn.survey(...).report()``. The circuit shows its roles.
+            or ``jattn.survey(...).report()``. The circuit shows the roles in the report.
         kept: the result of ``faithfulness``; the page draws its curve next to the circuit.
-        shown: the number of edges shown at first.
+        shown: the number of edges shown initially.
         most: the largest number of edges on the slider.
-        title: of the page.
+        title: the title of the page.
         path: the file to write; None writes no file.
 
     Raises:

@@ -21,7 +21,7 @@ from jattn.reports._language_model import Whole, parts_of
 
 
 class CircuitModel(Protocol):
-    """What ``jattn.circuits`` needs of your own model: an ``nnx.Module`` without dropout.
+    """The interface that ``jattn.circuits`` requires of your own model, an ``nnx.Module`` without dropout.
 
     The model must compute ``unembed(x)``, where x begins as ``embed(tokens)`` and each layer adds
     ``attention(attention_input(x), **attention_options)``, and then ``mlp_added(x)``.
@@ -30,9 +30,9 @@ class CircuitModel(Protocol):
     - ``layers``: each has ``attention``, a ``jattn.nnx.MultiHeadAttention``; ``attention_input(x)``, such as a norm;
       and ``mlp_added(x)``, such as ``mlp(norm(x))``, or ``jnp.zeros_like(x)`` without an MLP. Both functions map
       ``[...,T,M]`` to ``[...,T,M]``.
-    - A layer may have ``attention_options``, the keywords of its attention's call (``mask``, ``is_causal``, ``scale``,
-      ``local_window_size``): ``nnx.static`` of a dict, or ``nnx.data`` if it contains arrays. It may also have
-      ``parallel``, True if attention and MLP read the same x.
+    - A layer may have ``attention_options``, the keywords of its attention call (``mask``, ``is_causal``, ``scale``,
+      ``local_window_size``): ``nnx.static`` of a dict, or ``nnx.data`` if it contains arrays. A layer may also have
+      ``parallel``, which is True if attention and MLP read the same x.
 
     Example:
         >>> from flax import nnx
@@ -68,19 +68,19 @@ class CircuitModel(Protocol):
 
 @pytree_dataclass
 class Parts:
-    """A model as a pytree: its first and its last step, and its layers, stacked if they are of one structure."""
+    """A model as a pytree: its first and last steps, and its layers, stacked if they have the same structure."""
 
     whole: Whole
     graph: Graph = static_field()
-    graphs: tuple[Any, ...] = static_field()  # of each kind of layer
-    masks: tuple[Any, ...] = static_field()  # of each kind's attention; None: that of the layer's own options
-    kinds: tuple[int, ...] = static_field()  # of each layer
-    states: Any  # of all layers, with a leading axis, or a tuple
+    graphs: tuple[Any, ...] = static_field()  # one for each kind of layer
+    masks: tuple[Any, ...] = static_field()  # one for each kind; None: the mask in the layer's own options
+    kinds: tuple[int, ...] = static_field()  # the kind of each layer
+    states: Any  # for all layers, with a leading axis or as a tuple
     stacked: bool = static_field()
 
     @classmethod
     def of(cls, model: Any) -> "Parts":
-        """Of a model that ``graph_of`` takes."""
+        """Splits a model that ``graph_of`` accepts."""
         graph = graph_of(model)
         whole, layers = parts_of(model)
         if isinstance(model, Transformer):
@@ -101,7 +101,7 @@ class Parts:
         return cls(whole, graph, graphs, (None,) * len(layers), tuple(range(len(layers))), states, False)
 
     def embed(self, tokens: Array, valid: Array | None) -> Array:
-        """``[T,M]`` of one sequence, at least float32."""
+        """The embedding ``[T,M]`` of one sequence, in at least float32."""
         model = self.whole.model
         if isinstance(model, Transformer):
             config = model.config
@@ -117,7 +117,7 @@ class Parts:
         return self.whole.model.unembed(x[None])[0]
 
     def scan(self, step: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
-        """``step(layer, carry, x) -> (carry, y)`` over all layers; ``xs`` and all y have a leading axis ``[L]``."""
+        """Scans ``step(layer, carry, x) -> (carry, y)`` over layers; ``xs`` and all y have a leading axis ``[L]``."""
 
         def of_kind(kind: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
             def run(state: Any, carry: Any, x: Any) -> tuple[Any, Any]:
@@ -147,14 +147,14 @@ class Layer(NamedTuple):
     mask: masks.Mask | None
 
     def attention_input(self, x: Array) -> Array:
-        """What the projections read of the stream ``[...,T,M]``."""
+        """What the projections read from the stream ``[...,T,M]``."""
         if not isinstance(self.module, Block):
             return self.module.attention_input(x)
         norm = self.module.attention_norm
         return x if norm is None else norm(x)
 
     def projected(self, inputs: Array) -> list[Array]:
-        """Query, key and value ``[T,N|K,H]`` of ``inputs [T,M]``, or of ``[N+2K,T,M]``, an input for each."""
+        """Query, key and value ``[T,N|K,H]`` from ``inputs [T,M]``, or from ``[N+2K,T,M]``, with an input for each."""
         projections = self._projections()
         if inputs.ndim == 2:
             return [projection(inputs) for projection in projections]
@@ -163,7 +163,7 @@ class Layer(NamedTuple):
         return [_projected(projection, x) for projection, x in zip(projections, parts, strict=True)]
 
     def back_to_inputs(self, cotangents: list[Array]) -> Array:
-        """``[N+2K,T,M]``: the derivatives by each input of ``projected``, from those by its results."""
+        """``[N+2K,T,M]``: derivatives with respect to each input of ``projected``, given those for its results."""
         return jnp.concatenate([
             jnp.einsum("tnh,mnh->ntm", g, projection.kernel[...].astype(g.dtype), precision=projection.precision)
             for projection, g in zip(self._projections(), cotangents, strict=True)
@@ -174,10 +174,10 @@ class Layer(NamedTuple):
         return [module.query, module.key, module.value]
 
     def attention(self, x: Array, valid: Array | None, nudges: list[Array] | None = None) -> tuple[Array, Array]:
-        """What each head adds to the stream, ``[N,T,M]``, and what all do together with the bias, ``[T,M]``.
+        """What each head adds to the stream, ``[N,T,M]``, and the sum over heads plus the bias, ``[T,M]``.
 
         ``x``: the stream that each query, key and value reads, ``[N+2K,T,M]``, or ``[T,M]`` for all. ``nudges`` are
-        added to query, key and value. A norm of the output divides each head's part by what it divides their sum by.
+        added to query, key and value. A norm of the output divides each head's part by the same factor as their sum.
         """
         module = self.module.attention
         query, key, value = self.projected(self.attention_input(x))
@@ -196,12 +196,12 @@ class Layer(NamedTuple):
         return each, added
 
     def bias(self) -> Array:
-        """What attention adds at every token, if no head writes: ``[M]``."""
+        """What attention adds at every token when no head writes: ``[M]``."""
         out = self.module.attention.out
         return jnp.zeros(out.kernel.shape[-1], out.kernel.dtype) if out.bias is None else out.bias[...]
 
     def mlp(self, x: Array) -> Array:
-        """What the MLP adds, ``[T,M]``, from what it reads."""
+        """What the MLP adds, ``[T,M]``, given its input."""
         if not isinstance(self.module, Block):
             return self.module.mlp_added(x)
         module = self.module
@@ -224,7 +224,7 @@ class Layer(NamedTuple):
 
 
 def _projected(projection: nnx.LinearGeneral, inputs: Array) -> Array:
-    """``[N,T,M] -> [T,N,H]``: each head from an input of its own."""
+    """``[N,T,M] -> [T,N,H]``: projects a separate input for each head."""
     kernel = projection.kernel[...].astype(inputs.dtype)
     result = jnp.einsum("ntm,mnh->tnh", inputs, kernel, precision=projection.precision)
     return result if projection.bias is None else result + projection.bias[...].astype(inputs.dtype)[None]

@@ -11,12 +11,12 @@ from jaxtyping import Array
 from jattn._mods.pytree import pytree_dataclass
 from jattn.circuits._parts import Layer, Parts
 
-# Of one sequence: logits [T,V], tokens [T] and, if there are, its labels.
+# For one sequence: logits [T,V], tokens [T] and its labels, if any.
 Metric = Callable[..., Array]
 
 
 class Example(NamedTuple):
-    """One sequence: ``tokens [T]``, which of them are ``valid [T]`` (None: all), and labels for the metric, or None."""
+    """One sequence: ``tokens [T]``, whether each is ``valid [T]`` (None: all), and labels for the metric, or None."""
 
     tokens: Array
     valid: Array | None
@@ -25,10 +25,9 @@ class Example(NamedTuple):
 
 @pytree_dataclass
 class Outputs:
-    """The outputs of all writers on one sequence of T tokens, or with 1 in place of T if every token has the same.
+    """The outputs of all writers on one sequence of T tokens, or with 1 in place of T if all tokens have the same.
 
-    :func:`~jattn.circuits.mean_outputs` returns one.
-
+    Returned by :func:`~jattn.circuits.mean_outputs`.
     Attributes:
         embedding: ``[T,M]``.
         heads: ``[L,N,T,M]``, what each head adds to the residual stream.
@@ -61,7 +60,7 @@ def measured(parts: Parts, x: Array, example: Example, metric: Metric) -> Array:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def plain_metric(parts: Parts, example: Example, metric: Metric, read: Array | None = None) -> Array:
-    """The metric of the unchanged model on the example's tokens, or on others."""
+    """The metric of the unchanged model on the example's tokens, or on other tokens."""
     tokens = example.tokens if read is None else read
     x, _ = parts.scan(_plain(parts, example.valid), parts.embed(tokens, example.valid), _no_input(parts))
     return measured(parts, x, example, metric)
@@ -69,7 +68,7 @@ def plain_metric(parts: Parts, example: Example, metric: Metric, read: Array | N
 
 @jax.jit
 def outputs_of(parts: Parts, example: Example) -> Outputs:
-    """What each writer writes."""
+    """The output of each writer."""
     embedding = parts.embed(example.tokens, example.valid)
     _, of_layers = parts.scan(_plain(parts, example.valid, keep=True), embedding, _no_input(parts))
     return Outputs(embedding, *of_layers)
@@ -77,7 +76,7 @@ def outputs_of(parts: Parts, example: Example) -> Outputs:
 
 @jax.jit
 def nothing_of(parts: Parts, example: Example) -> Outputs:
-    """The outputs if no writer writes anything: only biases."""
+    """The outputs when no writer writes anything: only biases."""
     _, bias = parts.scan(lambda layer, carry, _: (carry, layer.bias()), 0, _no_input(parts))
     L, M = bias.shape
     x = jax.eval_shape(lambda: parts.embed(example.tokens, example.valid))
@@ -100,9 +99,9 @@ def _plain(parts: Parts, valid: Array | None, keep: bool = False) -> Callable[[L
 
 @functools.partial(jax.jit, static_argnames="metric")
 def changes_of(parts: Parts, example: Example, base: Outputs | Example, metric: Metric) -> tuple[Array, Array, Array]:
-    """What each writer writes in ``base``, or on other tokens, less what it writes in the example: ``[W,T,M]``.
+    """The output of each writer in ``base``, or on other tokens, minus its output in the example: ``[W,T,M]``.
 
-    And the metric of the example, and of ``base``.
+    Also returns the metric of the example and of ``base``.
     """
     run, first = _plain(parts, example.valid, keep=True), parts.embed(example.tokens, example.valid)
 
@@ -130,9 +129,9 @@ def changes_of(parts: Parts, example: Example, base: Outputs | Example, metric: 
 def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: Array, metric: Metric) -> Array:
     """``[R,W]``: the metric's derivative at each reader's input, times each writer's change.
 
-    ``embedding``: the input of the first layer, such as the example's own. One backward pass gives the derivatives by
-    what each head and MLP computes from its input. Those by the inputs follow layer by layer, so that only one layer's
-    are in memory.
+    ``embedding``: the input of the first layer, such as the example's own. One backward pass gives the derivatives with
+    respect to what each head and MLP computes from its input. The derivatives with respect to the inputs follow layer
+    by layer, so that only one layer's are in memory.
     """
     graph = parts.graph
 
@@ -170,21 +169,21 @@ def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: A
 
 @functools.partial(jax.jit, static_argnames="metric")
 def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric: Metric | None) -> Array:
-    """The model with the ``edges``, bool ``[R,W]``, of the example, and all others of ``base``: metric, or logits.
+    """Runs the model with ``edges``, bool ``[R,W]``, from the example and all others from ``base``: metric or logits.
 
-    A reader's input is what it reads in ``base``, and for each of its edges the change of the writer from ``base`` to
-    this run. With all edges it reads this run's stream itself, and with none that of ``base``, with the same bits.
+    A reader's input is what it reads in ``base`` plus, for each of its edges, the change of the writer's output from
+    ``base`` to this run. With all edges, it is this run's stream, and with none, the stream of ``base``, bit for bit.
     """
     graph, W = parts.graph, edges.shape[1]
     x = parts.embed(example.tokens, example.valid)
     stream = jnp.broadcast_to(base.embedding, x.shape).astype(x.dtype)
     N, L = graph.num_heads, graph.num_layers
     changes = jnp.zeros((W, x.size), x.dtype).at[0].set((x - stream).ravel())
-    # Of each reader: exact where all edges or none are kept, and no sum is needed.
+    # For each reader: exact where all edges or none are kept, so that no sum is needed.
     every, none = (edges == graph.edges).all(1), ~edges.any(1)
 
     def sums(flags: tuple[Array, ...], changes: Array) -> Array:
-        """``[readers,T,M]``: what each reader reads in addition to the base's stream, if not all or nothing."""
+        """``[readers,T,M]``: what each reader reads in addition to the base's stream, unless it keeps all or none."""
         edges, every, none = flags
         product = lambda: jnp.matmul(edges.astype(x.dtype), changes, precision="highest")
         zeros = lambda: jnp.zeros((len(edges), changes.shape[1]), x.dtype)
@@ -208,7 +207,7 @@ def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric:
             by_heads = jnp.matmul(before, new, precision="highest").reshape(1, *x.shape)
             (inputs,) = read(of_mlp, x + added, stream + attention, summed[-1:] + by_heads)
         written = layer.mlp(inputs)
-        # Once a layer, after all reads: XLA then writes in place.
+        # Once per layer, after all reads, so that XLA writes in place.
         new = jnp.concatenate([new, (written - mlp).reshape(1, -1)])
         return (
             x + added + written,
@@ -227,7 +226,7 @@ def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def base_metric(parts: Parts, example: Example, base: Outputs, metric: Metric) -> Array:
-    """The metric if every edge carries the outputs in ``base``."""
+    """The metric when every edge carries the outputs in ``base``."""
     x = jnp.broadcast_to(base.embedding, (*example.tokens.shape, base.embedding.shape[-1]))
     x, _ = jax.lax.scan(lambda x, added: (x + added[0] + added[1], None), x, (base.attention, base.mlp))
     return measured(parts, x, example, metric)

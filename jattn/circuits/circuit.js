@@ -3,7 +3,7 @@
 const circuit = JSON.parse($("circuit-data").textContent);
 const KINDS = ["query", "key", "value", "mlp", "logits"];
 const hidden = new Set();
-let lines = []; // the elements of the edges that are shown
+let lines = []; // the elements of the shown edges
 
 const kindOf = (reader) => reader.split(" ")[0];
 const colourOf = (kind) => `var(--c${KINDS.indexOf(kind)})`;
@@ -19,7 +19,7 @@ const tall = (2 * circuit.layers + 3) * STEP;
 const across_ = (place) => 60 + ((place + 0.5) * (WIDE - 120)) / (circuit.heads + 1);
 const up = (row) => tall - (row + 1) * STEP; // the embedding is row 0, attention 2l + 1, MLP 2l + 2, the logits last
 
-/** Where a writer or a reader is: [x, y]. A key or value is in the middle of the heads that share it. */
+/** The position [x, y] of a writer or reader. A key or value is centred among the heads that share it. */
 function place(name) {
   const [kind, where] = name.split(" ");
   if (kind === "embedding") return [WIDE / 2, up(0)];
@@ -30,7 +30,7 @@ function place(name) {
   return [across_(at * group + (group - 1) / 2), up(2 * layer + 1) + (group > 1 ? 6 : 0)];
 }
 
-/** The nodes that a reader belongs to, as names of writers. */
+/** The nodes that a reader belongs to, as writer names. */
 function nodesOf(reader) {
   const [kind, where] = reader.split(" ");
   if (kind === "mlp" || kind === "logits") return [reader];
@@ -100,7 +100,7 @@ function addNode(picture, name, inside, head) {
   node.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
 }
 
-/** What is kept over the number of edges, on a logarithmic scale, and where the slider stands. */
+/** The kept share against the number of edges, on a logarithmic scale, with the slider's position. */
 function drawKept() {
   if (!circuit.kept) return;
   const { sizes, kept, low, high, random } = circuit.kept, [width, height] = [300, 220];

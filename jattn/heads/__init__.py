@@ -1,12 +1,12 @@
 """Measures heads and intervenes on them: what each head does, how heads differ, and what each is needed for.
 
-From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``, ``top_pairs``. From one matrix
-of weights: ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
+From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``, ``top_pairs``. From one weight
+matrix: ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From the weights of answer tokens: ``retrieval_score``. From parameters: ``copying_score``,
 ``target_rank``, ``composition``, ``ov_circuit``, ``qk_circuit``, ``residual_contributions``. From a run:
 ``logit_attribution``, ``qk_attribution``, ``top_queries``. Interventions: ``ablate``, ``patch`` and its estimate
 ``attribution_patch``, ``path_patch``, ``importance``, ``forbid``. ``roles`` gives each head a label, tested against a
-null distribution. ``collect`` returns what a model's layers have sown.
+null distribution. ``collect`` returns the values sown by a model's layers.
 """
 
 from jattn.heads._ablation import ablate, forbid, importance

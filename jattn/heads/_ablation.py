@@ -1,7 +1,7 @@
 """Measures what heads are needed for: single-head ablations, gradients of head gates, training without a pattern.
 
-These use options of a layer's attention (``jattn.multi_head_attention`` and the modules): ``head_gate``, ``head_fill``
-(the output of a switched-off head, instead of 0) and ``frozen`` (the query and key that give the weights).
+These functions use options of a layer's attention (``jattn.multi_head_attention`` and the modules): ``head_gate``,
+``head_fill`` (the output of a switched-off head, 0 by default) and ``frozen`` (a query and key that set the weights).
 """
 
 import operator
@@ -19,7 +19,7 @@ from jattn._mods.validation import check_fits, pair
 from jattn.masks import Mask, MaskFunction, and_masks, bounds
 
 KINDS = ("zero", "mean", "resample")
-Heads = Sequence[Any]  # of pairs (layer, head)
+Heads = Sequence[Any]  # (layer, head) pairs
 
 
 def ablate(
@@ -33,25 +33,25 @@ def ablate(
 ) -> PyTree[Array]:
     """Ablation: runs a model with each head switched off; returns ``run``'s results with leading axes ``[L,N]``.
 
-    It is one program, ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
+    All ``L * N`` ablations are one program, ``run`` under ``jax.vmap`` over their gates. Wrap the call in ``jax.jit``.
     With ``groups``, each run switches off one group of heads, and the results have one leading axis ``[len(groups)]``.
 
     Args:
-        run: a function of a list with a dict for each layer. It passes each dict to that layer's attention as keyword
+        run: a function of a list with one dict per layer. It passes each dict to that layer's attention as keyword
             arguments, ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``, and returns any pytree of
             arrays.
-        clean: for each layer, what its attention sows on the same inputs without ablation (``sow_heads=True``): a dict
-            with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means and resampled outputs
-            include padding, so use sequences of one length.
+        clean: for each layer, the dict that its attention sows on the same inputs without ablation
+            (``sow_heads=True``), with ``"query"``, ``"key"`` and ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means
+            and resampled outputs include padding, so use sequences of equal length.
         kind: the output of a switched-off head: ``"zero"``; ``"mean"``, its mean over sequences and queries; or
-            ``"resample"``, its output on the previous sequence of the batch (B at least 2).
-        freeze_weights: keep every layer's attention weights from the clean run. This measures the loss of the head's
+            ``"resample"``, its output on the previous sequence of the batch (B must be at least 2).
+        freeze_weights: keep every layer's attention weights from the clean run. The result is the loss of the head's
             output alone, without its effect on the patterns of later heads.
-        groups: lists of pairs ``(layer, head)``. An empty group switches nothing off.
-        batch_size: the number of ablations at once; all by default. Fewer take less memory.
+        groups: lists of ``(layer, head)`` pairs. An empty group switches nothing off.
+        batch_size: the number of ablations to run at once; all by default. Smaller batches take less memory.
 
     Raises:
-        ValueError: ``kind`` is unknown; a layer lacks an array; layers differ in their number of heads; there is only
+        ValueError: ``kind`` is unknown; a layer lacks an array; layers have different numbers of heads; there is only
             one sequence to resample from; there are no groups, or a head does not exist.
 
     Example:
@@ -90,14 +90,14 @@ def ablate(
 
 
 def fill_of(z: Array, kind: str) -> Array:
-    """The output of switched-off heads, which broadcasts to their outputs ``z [B,T,N,D]``."""
+    """The output of switched-off heads, which broadcasts to ``z [B,T,N,D]``."""
     if kind == "zero":
         return jnp.zeros_like(z)
     return z.mean(tuple(range(z.ndim - 2))) if kind == "mean" else jnp.roll(z, 1, 0)
 
 
 def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: Sequence[str]) -> None:
-    """Raises ``ValueError`` unless there is a dict for each layer, which holds what is needed."""
+    """Raises ``ValueError`` unless there is one dict per layer with the needed arrays."""
     if isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
         got = "one dict" if isinstance(layers, Mapping) else [type(layer).__name__ for layer in layers]
         raise ValueError(f"{argument} must be a list with a dict for each layer (see jattn.heads.collect), got {got}")
@@ -108,12 +108,12 @@ def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: S
 
 
 def run_each(run: Callable[[Array], PyTree[Array]], gates: Array, batch_size: int | None) -> PyTree[Array]:
-    """``run`` of each entry, as one program: all at once, or ``batch_size`` at a time."""
+    """``run`` for each entry, as one program: all at once, or ``batch_size`` at a time."""
     return jax.vmap(run)(gates) if batch_size is None else jax.lax.map(run, gates, batch_size=batch_size)
 
 
 def with_axes(results: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
-    """A tree of results with the axis of interventions divided into axes of these sizes."""
+    """A tree of results whose axis of interventions is split into axes of these sizes."""
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
 
 
@@ -139,11 +139,11 @@ def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Float[Array,
 def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Float[Array, "L N"]:
     """A first-order estimate of each head's ablation effect, for all heads in one backward pass: ``[L,N]``, float32.
 
-    It is the mean over sequences of ``|d loss / d gate|`` at a gate of 1.
+    The estimate is the mean over sequences of ``|d loss / d gate|`` at a gate of 1.
 
     Args:
-        losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
-            sequence.
+        losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss of each sequence,
+            ``[B]``.
         num_layers, num_heads, batch: the sizes L, N and B.
 
     Raises:
@@ -174,13 +174,13 @@ def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int
 def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -> Mask:
     """A mask that hides only the pairs of ``pattern`` from these heads: ``mask=Causal() & forbid(...)``.
 
-    Use it to train a model in which these heads cannot have a pattern, or to test what a pattern is needed for. A query
-    that sees no key gets 0.
+    Use it to train a model in which these heads cannot form a pattern, or to test what a pattern is needed for. A query
+    that sees no key outputs 0.
 
     Args:
         pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True for the pairs of the pattern.
-        heads: the indices of the heads; or bool ``[N]``, an array that may be traced and differ from layer to layer:
-            ``per_layer=[{"mask": forbid(pattern, of_layer)} for of_layer in chosen]``, ``chosen [L,N]``.
+        heads: the indices of the heads; or bools ``[N]``, which may be traced and differ between layers:
+            ``per_layer=[{"mask": forbid(pattern, of_layer)} for of_layer in chosen]``, with ``chosen [L,N]``.
 
     Raises:
         ValueError: an index is negative, or an array of bools is not ``[N]``.
@@ -238,7 +238,7 @@ class OfHeads(Mask):
     heads: AnyArray
 
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
-        """Raises ``ValueError`` if there is not a bool for each head."""
+        """Raises ``ValueError`` unless there is one bool per head."""
         if jnp.shape(self.heads) != (N,):
             raise ValueError(
                 f"forbid: heads must be bools [N] = [{N}], one for each query head, got {list(jnp.shape(self.heads))}"

@@ -1,4 +1,4 @@
-"""Computes circuits of heads from their parameters alone: what a head copies, what it compares, how heads compose.
+"""Computes circuits of heads from parameters alone: what a head copies, what it compares, and how heads compose.
 
 With row vectors, a head reads ``x W_Q W_K^T y^T`` (the QK circuit) and writes ``y W_V W_O`` (the OV circuit). Kernels
 have Flax's shapes: ``query [M,N,H]``, ``key [M,K,H]``, ``value [M,K,D]``, ``out [N,D,M]``; K divides N. Norms, biases
@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 from jattn._core.call import softmax_dtype
 from jattn._mods.validation import to_int32
 
-LOGITS = 2**22  # at once, of one head
+LOGITS = 2**22  # at once, for one head
 
 
 def ov_circuit(
@@ -52,7 +52,7 @@ def ov_circuit(
 def qk_circuit(
     embed: Float[Array, "V M"], query: Float[Array, "M N H"], key: Float[Array, "M K H"], scale: float | None = None
 ) -> Float[Array, "N V V"]:
-    """The QK circuit ``scale * W_E W_Q W_K^T W_E^T``: each head's scores between all tokens, ``[N,V,V]``.
+    """The QK circuit ``scale * W_E W_Q W_K^T W_E^T``: each head's scores for all pairs of tokens, ``[N,V,V]``.
 
     Args:
         embed: the embedding ``[V,M]`` of V tokens.
@@ -84,11 +84,11 @@ def copying_score(
 ) -> dict[str, Float[Array, " N"]]:
     """Measures whether a head that attends to a token outputs that token: two scores of each OV circuit ``[V,V]``.
 
-    - ``"argmax"``: the share of tokens for which their own logit is the largest, in [0, 1]; ``1 / V`` by chance.
+    - ``"argmax"``: the share of tokens whose own logit is the largest, in [0, 1]; ``1 / V`` by chance.
     - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 if all are positive (copying),
       -1 if all are negative (anti-copying), about 0 by chance.
 
-    The circuit itself is never formed: tokens are processed one by one, and its eigenvalues are those of
+    The circuit itself is never formed: tokens are processed one by one, and the eigenvalues are computed from
     ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU.
 
     Args:
@@ -137,26 +137,27 @@ def target_rank(
     sources: ArrayLike,
     targets: ArrayLike,
 ) -> Float[Array, "N E"]:
-    """Ranks a target's logit if a head attends to the source: 0 for the largest of C logits, C - 1 for the smallest.
+    """Ranks a target's logit when a head attends to the source: 0 for the largest of C logits, C - 1 for the smallest.
 
     The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
-    logits plus half that of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a logit
-    is NaN. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance, which ``roles`` can test:
+    logits plus half the number of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a
+    logit is NaN. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance, which ``roles`` can
+    test:
 
-    - ``(rank < k).mean(-1)`` of pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
+    - ``(rank < k).mean(-1)`` for pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
       and k = 5, this is the copy score of Wang et al., https://arxiv.org/abs/2211.00593, section 3.
-    - ``(rank >= C - k).mean(-1)`` of pairs ``(x, x)``: it suppresses what it attends to, as a negative name mover does
-      (same source). A copy-suppression head also attends to what is about to be predicted, which one layer's output
-      circuit does not show. Source: McDougall et al., https://arxiv.org/abs/2310.04625.
-    - ``(rank < k).mean(-1)`` of pairs of a number, weekday or month and the next: a successor head. To rank only within
-      that series, pass its columns of ``unembed``, and places in the series as targets. Source: Gould et al.,
+    - ``(rank >= C - k).mean(-1)`` for pairs ``(x, x)``: it suppresses what it attends to, as a negative name mover does
+      (same source). A copy-suppression head also attends to the token about to be predicted, which the output circuit
+      of one layer does not show. Source: McDougall et al., https://arxiv.org/abs/2310.04625.
+    - ``(rank < k).mean(-1)`` for pairs of a number, weekday or month and its successor: a successor head. To rank only
+      within that series, pass its columns of ``unembed``, with places in the series as targets. Source: Gould et al.,
       https://arxiv.org/abs/2312.09230.
 
     A positive factor on a whole row changes no rank, so only a norm's scale (and LayerNorm's mean) matters.
-    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` is formed.
+    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` array is formed.
 
     Args:
-        embed: the embedding ``[V,M]``. The papers above use the residual stream after the first MLP: pass such rows.
+        embed: the embedding ``[V,M]`` or, as in the papers above, rows of the residual stream after the first MLP.
         value: the value kernel ``[M,K,D]`` of a layer; use ``jax.lax.map`` over stacked layers.
         out: its output kernel ``[N,D,M]``.
         unembed: the unembedding ``[M,C]`` of C classes.
@@ -166,7 +167,7 @@ def target_rank(
         ``[N,E]``, float32 (or float64).
 
     Raises:
-        ValueError: sources or targets are not integers of one length, or are out of range (if traced, their rank is
+        ValueError: sources or targets are not integers of equal length, or are out of range (traced ones get rank
             NaN).
 
     Example:
@@ -185,14 +186,14 @@ def target_rank(
 
 @functools.partial(jax.jit, static_argnames="chunk")
 def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[Array, Array], chunk: int) -> Array:
-    """``target_rank`` of ``value [N,M,D]``, ``chunk`` pairs at once."""
+    """``target_rank`` for ``value [N,M,D]``, ``chunk`` pairs at a time."""
 
     def of_head(kernels: tuple[Array, Array]) -> Array:
         read, write = kernels[0], kernels[1] @ unembed  # [M,D], [D,C]
 
         def rank(pair: tuple[Array, Array]) -> Array:
-            # Without the barrier, XLA may compute the target's logit twice, rounded in two ways. A product and a
-            # difference may become one operation with one rounding, so only a comparison knows what is equal.
+            # Without the barrier, XLA may compute the target's logit twice with different rounding. A product and a
+            # difference may be fused into one operation with one rounding, so only a comparison detects equal values.
             logits = jax.lax.optimization_barrier(_entry(embed, pair[0]).astype(read.dtype) @ read @ write)
             target = _entry(logits, pair[1])
             larger_less_smaller = jnp.where(logits == target, 0.0, jnp.sign(logits - target)).sum()
@@ -204,12 +205,12 @@ def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[
 
 
 def _entry(x: Array, index: Array) -> Array:
-    """``x[index]``, NaN outside."""
+    """``x[index]``, or NaN out of range."""
     return x.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _indices(argument: str, x: ArrayLike, size: int) -> Array:
-    """Integers ``[E]`` in ``[0, size)``; the range of traced ones is not known."""
+    """Integers ``[E]`` in ``[0, size)``; the range of traced integers is unknown."""
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{argument} must be integers [E], got {x.dtype} of shape {list(x.shape)}")
@@ -229,10 +230,10 @@ def composition(
 ) -> dict[str, Float[Array, "N P"]]:
     """Measures how much the P heads of a later layer read from the N heads of an earlier layer.
 
-    The score is ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, from the later
-    head, ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. It lies in [0, 1]; unrelated
-    matrices give about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
-    No ``[M,M]`` matrix is formed; the R of its QR decomposition replaces each factor.
+    The score is ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` from the earlier head and, from the
+    later head, ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. It lies in [0, 1];
+    unrelated matrices give about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
+    No ``[M,M]`` matrix is formed: each factor is replaced by the R of its QR decomposition.
 
     Args:
         value, out: the kernels ``[M,K,D]`` and ``[N,D,M]`` of the earlier layer.

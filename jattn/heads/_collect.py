@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-# The rank of each array that a layer sows, for inputs [B,T,M]. Layers that are scanned over add a leading axis.
+# The rank of each array that a layer sows, for inputs [B,T,M]. Scanned layers add a leading axis.
 _RANKS = {"attention_weights": 4, "attention_statistics": 2, "attention_heads": None, "residual_parts": 3}
 _HEADS = {"query": 4, "key": 4, "value": 4, "lse": 3, "z": 4}
 
 
 def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[Any]:
-    """Collects what every layer has sown under ``name``, one entry for each layer, for ``ablate`` and others.
+    """Collects what each layer has sown under ``name``, one entry per layer, for ``ablate`` and similar functions.
 
     Args:
         sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, for inputs
@@ -23,8 +23,8 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
             ``"residual_parts"`` (``sow_parts`` of ``jattn.interop.Transformer``).
 
     Returns:
-        A list with the array ``[B,N,T,S]`` or the dict of each layer. If a layer was called several times, that of the
-        last call.
+        A list with the array ``[B,N,T,S]`` or the dict of each layer, from the last call if a layer was called several
+        times.
 
     Raises:
         ValueError: ``name`` is unknown, or no layer has sown it.
@@ -55,12 +55,12 @@ def _named(node: PyTree, name: str, path: tuple) -> Iterator[tuple[tuple, PyTree
 
 
 def _last_call(value: PyTree) -> PyTree:
-    value = value.get_value() if hasattr(value, "get_value") else value  # a variable of NNX
+    value = value.get_value() if hasattr(value, "get_value") else value  # an NNX variable
     return value[-1] if isinstance(value, tuple) else value
 
 
 def _natural(path: tuple) -> list[list[int | str]]:
-    """A key by which ``layer_10`` comes after ``layer_9``."""
+    """A sort key that puts ``layer_10`` after ``layer_9``."""
     parts = [re.split(r"(\d+)", str(key)) for key in path]
     return [[int(part) if part.isdigit() else part for part in name] for name in parts]
 

@@ -1,9 +1,9 @@
 """Computes statistics of one head's weights ``[T,S]``; map them over heads and sequences with ``jax.vmap``.
 
 Each is a mean over the rows for which it is defined, and 0 if there are none. The bool array ``eligible [T]`` restricts
-these queries further, for example to real tokens. A weight of 0 does not tell whether a key is hidden. If ``visible``,
-bool ``[T,S]``, is given, only queries that see a key in question count. Row and column 0 are the first token of the
-sequence; for packed and padded sequences use ``statistics``.
+these queries further, for example to real tokens. A weight of 0 does not show whether a key is hidden. If ``visible``,
+bool ``[T,S]``, is given, only queries that see a relevant key count. Row and column 0 are the first token of the
+sequence; for packed or padded sequences, use ``statistics``.
 """
 
 import math
@@ -71,7 +71,7 @@ def previous_token(
     """Mean weight on the previous token: ``mean over q >= 1 of weights[q, q-1]``, a scalar in [0, 1].
 
     Args:
-        weights: ``[T,T]``, of self-attention.
+        weights: ``[T,T]``, from self-attention.
         eligible: bool ``[T]``; all queries by default.
         visible: bool ``[T,T]``: the visible pairs; all by default.
 
@@ -99,10 +99,10 @@ def induction(
     If the token occurred several times, every continuation counts, so a perfect induction head scores 1.
 
     Args:
-        weights: ``[T,T]``, of causal self-attention.
+        weights: ``[T,T]``, from causal self-attention.
         tokens: integers ``[T]``.
         eligible: bool ``[T]``; all queries by default.
-        visible: bool ``[T,T]``: the visible pairs, such as those of a window; all earlier keys by default.
+        visible: bool ``[T,T]``: the visible pairs, such as those within a window; all earlier keys by default.
 
     Returns:
         A scalar in [0, 1].
@@ -150,7 +150,7 @@ def entropy(
     visible: Bool[Array, "T S"] | None = None,
     eligible: Bool[Array, " T"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean relative entropy, ``-sum_kv p ln p / ln(number of visible keys)``, of rows that see at least two keys.
+    """Mean relative entropy, ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
 
     1 for a uniform head, causal or not (each row is relative to its own maximum), 0 for one-hot weights.
 
@@ -179,7 +179,7 @@ def entropy(
 def pattern_divergence(
     patterns: Float[Array, "N T S"], eligible: Bool[Array, " T"] | None = None
 ) -> Float[Array, "N N"]:
-    """Jensen-Shannon divergence between heads over ln 2, averaged over rows; in [0, 1].
+    """Jensen-Shannon divergence between heads, divided by ln 2 and averaged over rows; in [0, 1].
 
     ``JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2`` with ``H`` the entropy of a row; 0 for equal heads, 1 for heads
     that never look at the same key.
@@ -201,15 +201,15 @@ def pattern_divergence(
     Source: Lin, 1991, https://doi.org/10.1109/18.61115.
     """
     rows = jnp.ones(patterns.shape[1], bool) if eligible is None else eligible
-    # Head by head: all pairs at once would hold N times the patterns.
+    # Head by head: all pairs at once would take N times the memory of the patterns.
     return jax.lax.map(lambda p: jax.vmap(lambda r: _mean(jensen_shannon(p, r), rows))(patterns), patterns)
 
 
 def jensen_shannon(p: Array, r: Array) -> Array:
-    """Jensen-Shannon divergence over ln 2 of each row of two matrices of weights ``[...,S]``: ``[...]``, in [0, 1]."""
+    """Jensen-Shannon divergence, over ln 2, between rows of two weight matrices ``[...,S]``: ``[...]``, in [0, 1]."""
     of_mean = jnp.sum(_minus_p_log_p((p + r) / 2), axis=-1)
     mean_of_both = jnp.sum(_minus_p_log_p(p) + _minus_p_log_p(r), axis=-1) / 2
-    return jnp.clip((of_mean - mean_of_both) / math.log(2.0), 0.0, 1.0)  # rounding may leave the interval slightly
+    return jnp.clip((of_mean - mean_of_both) / math.log(2.0), 0.0, 1.0)  # rounding may slightly leave the interval
 
 
 def _minus_p_log_p(p: Array) -> Array:
@@ -218,7 +218,7 @@ def _minus_p_log_p(p: Array) -> Array:
 
 
 def _mean(values: Array, counted: Array, eligible: Array | None = None) -> Array:
-    """Mean of ``values`` where ``counted`` and ``eligible``; 0 if nothing is."""
+    """Mean of ``values`` where ``counted`` and ``eligible``; 0 if there are none."""
     counted = counted if eligible is None else counted & eligible
     total = jnp.sum(jnp.where(counted, values, 0.0))
     return total / jnp.maximum(jnp.sum(counted), 1).astype(values.dtype)

@@ -17,7 +17,7 @@ from jattn.heads._statistics import eligible_rows
 from jattn.kernels import dense as dense_kernel
 from jattn.masks import MaskFunction
 
-WEIGHTS = 2**21  # weights in memory at once, of all heads and sequences
+WEIGHTS = 2**21  # weights in memory at once, over all heads and sequences
 
 
 def divergence(
@@ -31,23 +31,23 @@ def divergence(
 ) -> tuple[Array, Array]:
     """Measures how much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``.
 
-    ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 between heads i and j, averaged over rows: 0 for equal
+    ``between[i, j]`` is the Jensen-Shannon divergence between heads i and j, over ln 2, averaged over rows: 0 for equal
     patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over sequences,
     because on a single sequence, content-based heads differ even from themselves. With several sequences, the pattern
-    of head i on one half of them (the even indices) is compared with that of head j on the other half, and vice versa.
-    ``floor``, the diagonal, is then a head's distance from itself, and only distances above it are differences. For a
-    single sequence, or if one half sees nothing, the diagonal is 0 and the floor NaN.
+    of head i on one half of them (the even indices) is compared with the pattern of head j on the other half, and vice
+    versa. The diagonal, ``floor``, is then each head's distance from itself, and only distances above it are real.
+    For a single sequence, or if one half sees nothing, the diagonal is 0 and the floor is NaN.
 
-    It processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
+    A few rows of all heads are processed at a time, in O(T + S) memory (forward), with ``2 N^2 T S`` logarithms.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B. All sequences must have the same layout, so that
             their rows correspond.
         eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; all but padding by default. Queries that see
             nothing never count.
-        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        bias: floats added to the scores, broadcastable to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; not ``sinks``.
 
     Returns:
         Two arrays, float32 (or float64).
@@ -97,13 +97,13 @@ def _sum_over_rows(platform: str, call: Call, counts: Array) -> tuple[Array, Arr
 
 
 def _mean_pattern(weights: Array) -> tuple[Array, Array]:
-    """The mean of ``weights [B,N,T,S]`` over the sequences in which a row sees a key, and whether there are any."""
+    """The mean of ``weights [B,N,T,S]`` over the sequences in which a row sees a key, and whether any exist."""
     seen = (weights != 0).any(-1).sum(0)  # [N,T]; a NaN counts as seen
     return weights.sum(0) / jnp.maximum(seen, 1)[..., None].astype(weights.dtype), seen > 0
 
 
 def _divergence_sums(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The divergence of two patterns ``[T,S]``, summed over the rows that both have, and the number of these rows."""
+    """The divergence of two patterns ``[T,S]``, summed over the rows that both have, and the number of such rows."""
     both = a[1] & b[1]
     divergences = jnp.where(both, jensen_shannon(a[0], b[0]), 0.0)
     return divergences.sum(), both.sum().astype(divergences.dtype)

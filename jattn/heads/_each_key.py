@@ -1,13 +1,13 @@
-"""Sums over keys what replacing each key alone changes in a head's outputs, in O(T + S) memory.
+"""Sums, over keys, the change in a head's outputs when each key alone is replaced, in O(T + S) memory.
 
-A query has the output ``z``. Without one key, of value ``v``, its output is ``u``, with a log-sum-exp of ``r``. So
+A query has the output ``z``. Without one key, whose value is ``v``, its output is ``u`` and its log-sum-exp ``r``. So
 
     weight = sigmoid(score - r)      z = weight v + (1 - weight) u
 
-and with another key in its place only the weight changes: ``z' - z = (weight' - weight)(v - u)``. For all keys but the
+and with another key in its place, only the weight changes: ``z' - z = (weight' - weight)(v - u)``. For all keys but the
 largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. For a key with nearly all the weight,
 ``1 - weight`` rounds to 0, so its ``u`` and ``r`` are computed from the other keys. A query has at most one such key,
-so that takes one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
+so one more pass suffices. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jattn._core.vmap import canonical
 from jattn._mods.arrays import Index
 from jattn.kernels.blockwise import Blockwise
 
-# A key of more weight is its query's largest. Not 1/2, because two keys of 1/2 may both be rounded up.
+# A key with more weight is its query's largest. Not 1/2, because two weights of 1/2 may both round up.
 LARGEST = 0.6
 
 
@@ -66,7 +66,7 @@ def replace_each(
     dtype, (B, S, K), N = softmax_dtype(query), key.shape[:3], query.shape[2]
     off = jnp.broadcast_to(1 - gate, (B, S, K)).astype(dtype)
     off = jnp.repeat(jnp.swapaxes(off, 1, 2), N // K, 1)  # [B,N,S]
-    # The keys in place of others travel with the values, which blocks read by column.
+    # The replacement keys travel with the values, which blocks read by column.
     both = jnp.concatenate([value, fill.astype(value.dtype)], -1)
     call = canonical(dataclasses.replace(make_call(query, key, value, **options), value=both))
     sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
@@ -79,7 +79,7 @@ def replace_each(
         return deferred.call(_change, call, (z, lse, u, rest), off, sizes, out=types[0])
 
     arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
-    # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.
+    # All but off is constant, so no derivative multiplies 0 by inf. NumPy arrays stay as they are, static.
     call, arrays = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (call, arrays))
     changed = on_each_device(change, call, "btnd", *arrays[:2], (off, "bns"), *arrays[2:])
     return (z.astype(dtype) + changed).astype(z.dtype)
@@ -112,7 +112,7 @@ class _WithoutLargest(BlockedHead):
 def _change(platform: str, call: Call, by_query: tuple[Array, ...], off: Array, sizes: BlockSizes) -> Array:
     """The change of each output ``[B,T,N,D]``, linear in ``off [B,N,S]``.
 
-    ``by_query``: outputs and log-sum-exps, and those without the largest key.
+    ``by_query``: outputs and log-sum-exps, with and without the largest key.
     """
     per_head, plan = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)], plan_call(platform, call, sizes)
     one_head = functools.partial(_change_of_head, platform)
@@ -145,11 +145,11 @@ def _change_of_head(platform: str, head: Call, plan: BlockPlan, off: Array, *by_
 
 
 def _change_of_weights(scores: Array, others: Array, lse: Array, rest: Array) -> tuple[Array, Array]:
-    """``(weight' - weight) / (1 - weight)``, or ``weight' - weight`` of the largest key; and which pairs are those."""
+    """``(weight' - weight) / (1 - weight)``, or ``weight' - weight`` for the largest key; and which pairs have it."""
     weights = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - lse))
     largest = weights > LARGEST
     rest = jnp.where(largest, rest, lse + jnp.log1p(-jnp.where(largest, 0.0, weights)))
-    # Of the largest, the difference of what both leave to the other keys: exact where both are nearly everything.
+    # For the largest, the difference of what both leave to the other keys: exact where both are nearly everything.
     left = jnp.where(others == -jnp.inf, 1.0, jax.nn.sigmoid(rest - others))
     of_largest = jax.nn.sigmoid(rest - scores) - left
     others = jnp.where(others == -jnp.inf, 0.0, jax.nn.sigmoid(others - rest))

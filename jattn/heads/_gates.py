@@ -1,6 +1,6 @@
 """Applies gates to the inputs and outputs of attention: ``head_gate``, ``frozen`` and ``patch``.
 
-A gate of 1 keeps an activation, a gate of 0 replaces it, and one between mixes: ``gate * x + (1 - gate) * fill``.
+A gate of 1 keeps an activation, a gate of 0 replaces it, and values in between mix: ``gate * x + (1 - gate) * fill``.
 Activations are ``[B,T,N,D]`` with at most one batch axis; gates and fills have the ``lead`` batch axes of the input.
 """
 
@@ -21,7 +21,7 @@ PATCHED = ("query", "key", "value", "pattern", "each_key")
 
 
 def expand_gate(gate: ArrayLike, x: Array, lead: tuple[Length, ...], name: str = "head_gate") -> Array:
-    """A gate ``[N]``, ``[B,N]`` or ``[B,T,N]`` of ``x``, as ``[B|1, T|1, N, 1]``, without B if ``x`` has none."""
+    """A gate ``[N]``, ``[B,N]`` or ``[B,T,N]`` for ``x``, as ``[B|1, T|1, N, 1]``, without B if ``x`` has none."""
     gate = jnp.asarray(gate)
     *own_batch, T, N, _ = x.shape
     for full in ((N,), (*lead, N), (*lead, T, N)):
@@ -64,7 +64,7 @@ def expand_fill(fill: ArrayLike, x: Array, lead: tuple[Length, ...], name: str) 
 def replace_both(
     frozen: Any, query: Array, key: Array, lead: tuple[Length, ...], name: str = "frozen"
 ) -> tuple[Array, Array]:
-    """The frozen query and key, in the shapes and dtypes of those that they replace; None replaces nothing."""
+    """The frozen query and key, with the shapes and dtypes of the arrays they replace; None replaces nothing."""
     replaced = []
     both = pair(f"the {name} query and key", frozen, "(query, key)")
     for which, new, old in zip(("query", "key"), both, (query, key), strict=True):
@@ -79,7 +79,7 @@ def replace_both(
 
 
 def checked_patch(patch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``patch`` itself; raises ``ValueError`` if it has an entry that is not one of ``PATCHED``."""
+    """Returns ``patch``; raises ``ValueError`` if it has an entry that is not one of ``PATCHED``."""
     if unknown := sorted(patch.keys() - set(PATCHED)):
         outputs = "; a head's output, z, is replaced by head_gate=gate and head_fill=z" if "z" in unknown else ""
         raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(unknown)}{outputs}")
@@ -89,7 +89,7 @@ def checked_patch(patch: Mapping[str, Any]) -> Mapping[str, Any]:
 def patched(
     patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[Length, ...]
 ) -> tuple[list[Array], PatternPatch | None, KeyPatch | None]:
-    """The inputs through their gates, and the patches of ``"pattern"`` and ``"each_key"``, which change the output."""
+    """The gated inputs, and the patches of ``"pattern"`` and ``"each_key"``, which change the output."""
     patch, results = checked_patch(patch), dict(inputs)
     for name, x in inputs.items():
         if name not in patch:

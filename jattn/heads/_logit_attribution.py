@@ -1,4 +1,4 @@
-"""Attributes a logit to the heads, MLPs and the embedding that write it, with the final norm folded in."""
+"""Attributes a logit to the heads, MLPs and embedding that write it, with the final norm folded in."""
 
 from collections.abc import Mapping
 
@@ -21,28 +21,28 @@ def logit_attribution(
     bias: Float[Array, " M"] | None = None,
     epsilon: float = 1e-6,
 ) -> dict[str, Array]:
-    """Direct logit attribution: what each part of the residual stream adds to a logit, not through later layers.
+    """Direct logit attribution: what each part of the residual stream adds to a logit, bypassing later layers.
 
-    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, this is linear
+    ``logit = norm(stream) . direction``. With the norm's factor held at its value for this stream, the logit is linear
     in the stream, so if the parts sum to the stream, their shares sum to the logit. No head's output ``[M]`` is formed.
     Computed in at least float32.
 
     Args:
-        parts: a dict of arrays ``[*, B,T,M]``, with any axes in front, such as one of layers; or of heads, as a pair of
-            ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream are shared,
-            such as a bias ``[M]``.
+        parts: a dict of arrays ``[*, B,T,M]``, with any leading axes, such as layers. For heads, a pair of
+            ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream, such as a bias
+            ``[M]``, are shared.
         directions: ``[M]``, or an array that broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
             unembedding, or the difference of two columns for a logit difference.
         stream: ``[B,T,M]``, the input of the final norm.
         norm: ``"layer"``, ``"rms"``, or None if there is no norm.
         scale, bias: the norm's parameters ``[M]``.
-        epsilon: what the norm adds to the variance.
+        epsilon: the number that the norm adds to the variance.
 
     Returns:
         ``{name: [*, B,T]}``, or ``[*, B,T,N]`` for heads. The norm's bias is in the part ``"bias"``.
 
     Raises:
-        ValueError: ``norm`` is unknown; a part or the directions do not fit the stream.
+        ValueError: ``norm`` is unknown; a part or the directions do not match the stream.
 
     Example:
         >>> parts = {"embedding": jnp.array([[[1.0, 0.0]]]), "mlp": jnp.array([[[0.5, 2.0]]])}  # [B,T,M]
@@ -62,7 +62,7 @@ def logit_attribution(
     directions = _rank(directions, stream.ndim)
     read = directions if scale is None else directions * _rank(scale.astype(dtype), stream.ndim)
     factor = jnp.ones(full[:-1], dtype)
-    if norm == "layer":  # x - mean(x) against a direction is x against the direction less its mean
+    if norm == "layer":  # (x - mean(x)) . direction = x . (direction - mean(direction))
         read = read - read.mean(-1, keepdims=True)
         factor = jax.lax.rsqrt(stream.var(-1) + epsilon)
     elif norm == "rms":
@@ -97,7 +97,7 @@ def _share(name: str, part: Part, read: Array, factor: Array) -> Array:
 
 
 def _rank(x: Array, rank: int) -> Array:
-    """``x`` with axes of 1 in front."""
+    """``x`` with leading axes of 1."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 

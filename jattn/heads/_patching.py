@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from jattn._core.call import softmax_dtype
 from jattn.heads._ablation import check_layers, run_each, with_axes
 
-# What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
+# What can be patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
 _NEEDED = {"q": ("query",), "k": ("key",), "v": ("value",), "z": ("z",), "pattern": ("query", "key")}
 _NAMES = {"q": "query", "k": "key", "v": "value"}
 _AXES = {"head": (-2,), "position": (-3,), "head_position": (-2, -3)}
@@ -25,30 +25,30 @@ def patch(
     *,
     batch_size: int | None = None,
 ) -> PyTree[Array]:
-    """Activation patching: runs the model once for each activation, which it takes from another run, the source.
+    """Activation patching: runs the model once for each activation, taking that activation from a source run.
 
-    Suppose that the model gives the right answer on one input but not on another. If patching an activation moves the
-    answer from one to the other, that activation carries the difference between the inputs.
-    It is one program, ``run`` under ``jax.vmap`` over all patches. Put ``jax.jit`` around it.
+    Suppose the model gives the right answer on one input but not on another. If patching an activation moves the answer
+    from one to the other, that activation carries the difference between the inputs.
+    All patches are one program, ``run`` under ``jax.vmap``. Wrap the call in ``jax.jit``.
 
     Args:
-        run: a function of a list with a dict for each layer. It passes each dict to that layer's attention as keyword
+        run: a function of a list with one dict per layer. It passes each dict to that layer's attention as keyword
             arguments, ``patch``, or ``head_gate`` and ``head_fill`` for z, and returns any pytree of arrays.
-        source: for each layer, what its attention sows on the other input, of the same shape (``collect(sown)``).
+        source: for each layer, what its attention sows on another input of the same shape (``collect(sown)``).
         what: ``"q"``, ``"k"``, ``"v"``: queries, keys or values as attention reads them, with positions applied;
             ``"z"``: the heads' outputs; ``"pattern"``: the attention weights.
         by: ``"head"``: one head at all positions, leading axes ``[L,N]``; ``"position"``: all heads of a layer at one
-            position, ``[L,T]``; ``"head_position"``: one head at one position, ``[L,N,T]``. Positions are those of
-            queries for q, z and pattern (a row of the weights), and of keys for k and v: ``[L,S]``. Keys and values
-            that several query heads share are patched together: ``[L,K]``, ``[L,K,S]``.
-        batch_size: the number of patches at once; all by default. Fewer take less memory.
+            position, ``[L,T]``; ``"head_position"``: one head at one position, ``[L,N,T]``. Positions are query
+            positions for q, z and pattern (a row of the weights), and key positions for k and v: ``[L,S]``. Keys and
+            values shared by several query heads are patched together: ``[L,K]``, ``[L,K,S]``.
+        batch_size: the number of patches to run at once; all by default. Smaller batches take less memory.
 
     Returns:
-        ``run``'s results, with the leading axes that ``by`` says.
+        The results of ``run``, with the leading axes set by ``by``.
 
     Raises:
         ValueError: ``what`` or ``by`` is unknown; ``source`` is not a list of dicts with the arrays needed, or its
-            layers differ in their shapes.
+            layers have different shapes.
 
     Example:
         >>> from flax import nnx
@@ -84,18 +84,18 @@ def attribution_patch(
     what: str = "z",
     by: str = "head",
 ) -> Array:
-    """Attribution patching: estimates what each ``patch`` changes, for all patches from one backward pass.
+    """Attribution patching: estimates the effects of all patches of ``patch`` from one backward pass.
 
-    The change is the metric with the patch minus the metric without. With z the heads' outputs in this run and z' those
-    with the patch, the estimate is ``sum (z' - z) d metric / d z``. z' is exact, including the softmax, even where it
-    is saturated and the gradient in a query or key is nearly 0. So the estimate is exact if the metric is linear in the
-    outputs of the patched layer, and of first order in what follows that layer. It takes O(T + S) memory, like
-    attention itself. Put ``jax.jit`` around it.
+    The effect is the metric with the patch minus the metric without. With z the heads' outputs in this run and z' their
+    outputs with the patch, the estimate is ``sum (z' - z) d metric / d z``. z' is exact, including the softmax, even
+    where the softmax is saturated and the gradient with respect to a query or key is nearly 0. So the estimate is exact
+    if the metric is linear in the outputs of the patched layer, and first-order in whatever follows that layer. It
+    takes O(T + S) memory, like attention itself. Wrap the call in ``jax.jit``.
 
-    Effects that cancel in a sum may each be large; confirm the largest of them with ``patch``.
+    Effects that cancel in a sum may each be large; confirm the largest with ``patch``.
 
     Args:
-        run: a function of a list with a dict for each layer, which it passes to that layer's attention as keyword
+        run: a function of a list with one dict per layer, which it passes to that layer's attention as keyword
             arguments. It returns the metric, a scalar: a sum over sequences, which must not affect each other.
         source: for each layer, what its attention sows on the other input (``collect(sown)``), with ``"query"``.
         what: what to patch: ``"q"``, ``"k"``, ``"v"``, ``"z"`` or ``"pattern"`` (see ``patch``).
@@ -106,7 +106,7 @@ def attribution_patch(
         input).
 
     Raises:
-        ValueError: ``what`` or ``by`` is unknown; ``source`` lacks an array, or its layers differ in their shapes;
+        ValueError: ``what`` or ``by`` is unknown; ``source`` lacks an array, or its layers have different shapes;
             ``run`` does not return a floating scalar.
 
     Example:
@@ -122,7 +122,7 @@ def attribution_patch(
     Source: https://arxiv.org/abs/2403.00745 (Kramár et al.: AtP with its softmax recomputed for queries and keys).
     """
     lead, T, N = _sizes(source, what, by, {**_NEEDED, "k": ("key", "query")})
-    keys_at_once = what == "k" and by == "head"  # then the gate is that of their weights, of N query heads
+    keys_at_once = what == "k" and by == "head"  # then the gate is on their weights, of N query heads
     gate = jnp.ones((*lead, 1, source[0]["query"].shape[-2]) if keys_at_once else (*lead, T, N))
 
     def metric(gates: list[Array]) -> Array:
@@ -137,13 +137,13 @@ def attribution_patch(
         return effects.sum(-1)
     if by == "head_position":
         return jnp.swapaxes(effects, 1, 2)
-    return effects.sum(1).reshape(len(source), N, -1).sum(-1)  # of query heads that share a key
+    return effects.sum(1).reshape(len(source), N, -1).sum(-1)  # over query heads that share a key
 
 
 def _sizes(
     source: Sequence[Mapping[str, Array]], what: str, by: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[tuple[int, ...], int, int]:
-    """An axis of 1 for each batch axis, and T and N of what is patched (S and K of keys and values); or raises."""
+    """An axis of 1 for each batch axis, then T and N of the patched array (S and K for keys and values); or raises."""
     if what not in names:
         raise ValueError(f"what must be one of {', '.join(names)}, got {what!r}")
     if by not in _AXES:
@@ -158,7 +158,7 @@ def _sizes(
 
 
 def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
-    """The options of a layer's attention call by which it takes from ``source`` what ``gate`` switches off."""
+    """The options with which a layer's attention call takes from ``source`` what ``gate`` switches off."""
     if what == "z":
         return {"head_gate": gate, "head_fill": source["z"]}
     if what == "pattern":
@@ -167,8 +167,8 @@ def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, A
 
 
 def _estimate(what: str, by: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
-    """Options that change nothing at a gate of 1, where minus the gate's derivative is the effect of the patch."""
-    if what == "q":  # every query alone, because its row of weights is its own
+    """Options that change nothing at a gate of 1, where the effect of the patch is minus the gate's derivative."""
+    if what == "q":  # each query alone, because it has its own row of weights
         return {"patch": {"pattern": (gate, (source["query"], None))}}
     if what == "k" and by == "head":
         return {"patch": {"pattern": (gate, (None, source["key"]))}}

@@ -21,24 +21,24 @@ def path_patch(
 ) -> PyTree[Array]:
     """Path patching: ``read(stream + (z_source - z_own) W_O)`` for each head; results have leading axes ``[L,N]``.
 
-    Only what the reader reads directly from that head comes from the other run, the source. All heads and MLPs between
-    them keep the values of this run. With ``groups``, each result has the paths of one group of heads together, and
-    results have one leading axis ``[len(groups)]``. Put ``jax.jit`` around it.
+    Only what the reader reads directly from that head comes from the other run, the source. All heads and MLPs in
+    between keep their values from this run. With ``groups``, each result patches the paths of one group of heads
+    together, and results have one leading axis ``[len(groups)]``. Wrap the call in ``jax.jit``.
 
     Args:
         read: a function from a residual stream to a result. To patch paths into the logits, it computes them from the
-            last stream. To patch paths into a head, it runs the model with that layer's ``patch`` filled with the
-            query, key or value that the layer projects from the stream.
+            last stream. To patch paths into a head, it runs the model with that layer's ``patch`` set to the query,
+            key or value that the layer projects from the stream.
         stream: ``[B,T,M]``, what the reader reads in this run.
         own, source: what the attention of the L layers before the reader sows in this run and in the other
             (``collect(sown)``): lists of dicts with ``"z"`` ``[B,T,N,D]``.
-        out: a list of the output kernels of these layers, ``[N,D,M]``.
-        groups: lists of pairs ``(layer, head)`` to patch together.
-        batch_size: the number of heads, or groups, at once; all by default. Fewer take less memory.
+        out: a list of these layers' output kernels, ``[N,D,M]``.
+        groups: lists of ``(layer, head)`` pairs to patch together.
+        batch_size: the number of heads, or groups, to run at once; all by default. Smaller batches take less memory.
 
     Raises:
-        ValueError: ``own``, ``source`` and ``out`` differ in their number of layers or their shapes; there are no
-            groups, or a head does not exist.
+        ValueError: ``own``, ``source`` and ``out`` have different numbers of layers or shapes; there are no groups, or
+            a head does not exist.
 
     Example:
         >>> own, source = [{"z": jnp.zeros((1, 3, 2, 4))}], [{"z": jnp.ones((1, 3, 2, 4))}]  # [B,T,N,D] of one layer
@@ -93,15 +93,15 @@ def qk_attribution(
     kv_positions: ArrayLike | None = None,
     scale: float | None = None,
 ) -> Float[Array, "E N P R"]:
-    """Attributes scores to pairs of parts of the residual stream: ``[E,N,P,R]``, for E pairs of a query and a key.
+    """Attributes scores to pairs of parts of the residual stream: ``[E,N,P,R]``, for E query-key pairs.
 
     A score is bilinear in what query and key read: ``sum_ij scale * R(x_i W_Q) . R(y_j W_K)`` over the parts of both,
-    with R a linear embedding of positions, such as ``Rotary``. The sum of the result over its last two axes is the
-    score before any mask, bias and score function. Computed in at least float32.
+    with R a linear position embedding, such as ``Rotary``. The sum of the result over its last two axes is the score
+    before any mask, bias or score function. Computed in at least float32.
 
     Args:
         query_parts: ``[P,E,M]``, the parts of the stream at the queries, such as heads' outputs
-            (``residual_contributions``). If a norm precedes the layer, pass the parts after it, with its scale held.
+            (``residual_contributions``). If a norm precedes the layer, pass the parts after it, with its scale fixed.
         key_parts: ``[R,E,M]``, the same at the keys.
         query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any, is
             one more part, the last: P + 1, R + 1.
@@ -111,7 +111,7 @@ def qk_attribution(
         scale: factor on the scores; ``1 / sqrt(H)`` by default.
 
     Raises:
-        ValueError: parts do not fit each other or the kernels; ``position`` is given without positions.
+        ValueError: parts do not match each other or the kernels; ``position`` is given without positions.
 
     Example:
         >>> query_parts = jnp.array([[[1.0, 0.0]], [[0.0, 2.0]]])  # [P,E,M]: a token, and what a head wrote there

@@ -15,24 +15,24 @@ def retrieval_score(
 
     A head copies a token if its largest weight is on a key of the needle that holds the token being written:
     ``tokens[argmax of weights[g]] == written[g]``, and that key is in ``needle``. Each token counts once, however often
-    the needle contains it.
+    it occurs in the needle.
 
-    Only the rows of the queries that write are needed. A decoding step from a cache with ``sow_weights=True`` gives one
+    Only the rows of the writing queries are needed. A decoding step from a cache with ``sow_weights=True`` gives one
     row, ``[B,N,1,S]``; a call with the G tokens of an answer gives all rows.
 
     Args:
         weights: ``[*,G,S]``, such as ``[L,N,G,S]``. Row g belongs to the query that predicts ``written[g]``: the token
             before it.
-        tokens: integers ``[S]``, of the keys; empty slots of a cache may hold any.
+        tokens: integers ``[S]``, the tokens of the keys; empty slots of a cache may hold any.
         written: integers ``[G]``, the tokens being written; -1 for a row that does not count.
         needle: bool ``[S]``: which keys belong to the needle.
 
     Returns:
-        ``[*]``, float32; 0 without a needle. Ties count for the first key. A row of zeros, which sees nothing, copies
+        ``[*]``, float32; 0 without a needle. Ties go to the first key. A row of zeros, whose query sees nothing, copies
         nothing.
 
     Raises:
-        ValueError: shapes do not fit, or ``needle`` is not bool.
+        ValueError: shapes do not match, or ``needle`` is not bool.
 
     Example:
         >>> tokens = jnp.array([7, 3, 9, 4, 8])  # the needle is 3 9
@@ -56,7 +56,7 @@ def retrieval_score(
         )
     if needle.dtype != bool:
         raise ValueError(f"needle must be bool, True for the keys of the needle, got {needle.dtype}")
-    # The different tokens of the needle: each begins a run once all are sorted, those of the needle first.
+    # The needle's distinct tokens: each begins a run once all tokens are sorted, the needle's first.
     outside, in_order = jax.lax.sort(((~needle).astype(jnp.int32), tokens), num_keys=2)
     begins = jnp.concatenate([jnp.ones(1, bool), in_order[1:] != in_order[:-1]])[:S]
     size = jnp.maximum(jnp.sum(begins & (outside == 0)), 1).astype(jnp.float32)

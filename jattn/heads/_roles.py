@@ -8,18 +8,18 @@ from jaxtyping import ArrayLike
 
 #: The label of a head with no pattern.
 MIXED = "mixed"
-#: The prefix in the label of a head that hardly exceeds its null, or does not exceed its baseline.
+#: The prefix in the label of a head that barely exceeds its null, or does not exceed its baseline.
 WEAK = "weak "
 USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline,
-RISE = 0.1  # and its threshold by this share of what that leaves to 1, the largest share of weights
+RISE = 0.1  # and its threshold by this share of the distance from the threshold to 1, the maximum
 
 
 class Roles(NamedTuple):
-    """The result of :func:`~jattn.heads.roles`; NumPy arrays of the heads' shape.
+    """The result of :func:`~jattn.heads.roles`, as NumPy arrays of the heads' shape.
 
     Attributes:
         label: the pattern, ``"weak "`` and the pattern, or ``"mixed"``.
-        score: the score of that pattern; if mixed, of the pattern nearest to its threshold.
+        score: the score of that pattern; if mixed, the score of the pattern nearest its threshold.
         threshold: the score that a head with that pattern must exceed.
         p_value: the probability that a head without the pattern scores as high, times the number of patterns.
         least: the score above which the label is not weak.
@@ -45,7 +45,7 @@ def roles(
     level: float = 0.05,
     baseline: Mapping[str, ArrayLike] | None = None,
 ) -> Roles:
-    """Labels each head with the pattern that exceeds its threshold by the most, or with ``"mixed"``.
+    """Labels each head with the pattern that exceeds its threshold by the most, or ``"mixed"``.
 
     The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, with ``patterns`` the number of patterns
     tested for each head (Bonferroni), so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
@@ -60,13 +60,13 @@ def roles(
     is not weak takes precedence.
 
     Args:
-        scores: for each pattern, an array with an entry for each head; all of one shape.
-        null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
-            for patterns of tokens, those of the trained model with shuffled tokens. Each pattern needs at least
+        scores: for each pattern, an array with one entry per head; all of the same shape.
+        null: for each pattern, the scores of heads that cannot have it, of any shape: from untrained models and, for
+            patterns of tokens, from the trained model on shuffled tokens. Each pattern needs at least
             ``patterns / level - 1`` scores: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An
             untrained model of L layers with N heads has ``L * N``; a small model needs several random keys.
         level: the accepted share of heads that get a label without having a role.
-        baseline: for each pattern, usual scores, of any shape: those of the same model's heads on shuffled tokens. For
+        baseline: for each pattern, usual scores, of any shape, from the same model's heads on shuffled tokens. For
             patterns of repeated tokens, use the clean run with the ``tokens`` of another sequence, because shuffled
             sequences still repeat tokens.
 
@@ -115,7 +115,7 @@ def roles(
     if usual:
         least = np.maximum(least, [np.quantile(x, USUAL) for x in usual])
     strong = (excess > 0) & (np.stack(arrays) > least.reshape(size.shape))
-    # Among patterns that are strong, if there are any; otherwise among all.
+    # Among strong patterns, if there are any; otherwise among all.
     best = np.where(strong.any(0), np.where(strong, excess, -np.inf).argmax(0), excess.argmax(0))
     passed = (excess > 0).any(0)
 

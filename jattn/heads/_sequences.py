@@ -1,4 +1,4 @@
-"""Reads from the masks of a call each token's place in its own sequence, and which tokens are padding."""
+"""Infers from the masks of a call each token's place in its own sequence, and which tokens are padding."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ from jattn.masks import Dense, MaskFunction, Padding, Segments
 
 
 class Places(NamedTuple):
-    """Places of tokens in their own sequences, counted from 0, by slot.
+    """The place of each slot's token in its own sequence, counted from 0.
 
     query, key: int32 ``[B|1,T]`` and ``[B|1,S]``.
     previous: int32 ``[B|1,S]``: the token before each key in its sequence; -1 for none.
@@ -37,8 +37,8 @@ class Places(NamedTuple):
 def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
     """The places of a call's tokens; ``q_slots [T]`` and ``kv_slots [S]``: the token in each slot.
 
-    Within ``Segments``, the tokens of each id are counted. Otherwise positions are places if they are given; if not,
-    tokens are counted from the first that is not padding. If T = S, padding is what ``Padding``, ``Dense``, mask and
+    With ``Segments``, the tokens of each id are counted. Otherwise positions, if given, are the places; if not, tokens
+    are counted from the first that is not padding. If T = S, padding is whatever ``Padding``, ``Dense``, mask and
     bias arrays and the lengths of keys, joined by ``&`` alone, hide at either end of a sequence.
     """
     at_query, at_key = call.query_positions, call.kv_positions
@@ -64,7 +64,7 @@ def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
 def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
     """Bool ``[B|1,S]``, by token: False for hidden keys at either end; None if there are none.
 
-    If an array has a row for each query, a token that strict causality hides from all still counts: it sees others.
+    If an array has one row per query, a token that strict causality hides from all still counts: it sees others.
     """
     by_slot = [*call.slot_masks, *([] if call.bias is None else [call.bias > lowest_score(call)])]
     by_token = [x.array[(None,) * (4 - x.array.ndim)] for x in parts if isinstance(x, Dense)]
@@ -76,7 +76,7 @@ def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArr
     both = functools.reduce(operator.and_, shown, np.True_)
     if isinstance(both, np.ndarray | np.generic) and both.all():
         return None
-    # Hidden keys between shown ones are not padding.
+    # Hidden keys between visible ones are not padding.
     both = _with_whole_axis(jnp.asarray(both), 1)
     return (jnp.cumsum(both, axis=1) > 0) & (jnp.cumsum(both[:, ::-1], axis=1)[:, ::-1] > 0)
 
@@ -88,7 +88,7 @@ def _of_pairs(visible: AnyArray) -> AnyArray:
 
 
 def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array]:
-    """Int32 ``[B|1,length]``: how many earlier entries have the same ids, and the last of them, or -1."""
+    """Int32 ``[B|1,length]``: the number of earlier entries with the same ids, and the index of the last, or -1."""
     length = min(x.shape[-1] for x in ids) if len(ids) > 1 else ids[0].shape[-1]
     rows = [_with_whole_axis(jnp.atleast_2d(jnp.asarray(x)), 1)[:, :length] for x in ids]
     rows = jnp.broadcast_arrays(*(x.astype(jnp.int32) if x.dtype == bool else x for x in rows))
@@ -107,9 +107,9 @@ def _at(ranks: Array, positions: AnyArray) -> AnyArray:
 
 
 def _with_whole_axis(x: Array, axis: int) -> Array:
-    """``x``, with ``axis`` whole on every device if its type says that it is sharded.
+    """``x``, with ``axis`` whole on every device if its type shows that it is sharded.
 
-    On other meshes XLA partitions the work by itself.
+    On other meshes, XLA partitions the work by itself.
     """
     mesh, axes = explicit_axes(x)
     axis %= x.ndim

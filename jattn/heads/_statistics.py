@@ -22,12 +22,12 @@ from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
 
-SEEN = 1e-30  # of a visible target: above what underflows, and below what counts
-LEAST = 1e-20  # weights below are 0
+SEEN = 1e-30  # for a visible target: too large to underflow, too small to count
+LEAST = 1e-20  # smaller weights are 0
 
 
 class _Block(NamedTuple):
-    """A block of one head's weights, and what is known about its queries and keys; all arrays broadcast."""
+    """A block of one head's weights, and data about its queries and keys; all arrays broadcast."""
 
     log_weights: Array  # -inf where a pair is hidden or its query does not count
     weights: Array
@@ -39,11 +39,11 @@ class _Block(NamedTuple):
         return jnp.where(jnp.isnan(self.log_weights), jnp.inf, self.log_weights)
 
     def at(self, holds: Callable[[Array, Array], Array]) -> Array:
-        """``log_weight`` of the pairs for which ``holds(q, kv)``, places; -inf elsewhere."""
+        """``log_weight`` of the pairs of places for which ``holds(q, kv)``; -inf elsewhere."""
         return jnp.where(holds(self.row["place"], self.column["place"]), self.log_weight(), -jnp.inf)
 
     def duplicates(self) -> Array:
-        """Whether the key is an earlier one of the query's token."""
+        """Whether the key is an earlier occurrence of the query's token."""
         earlier = self.column["order"] < self.row["order"]
         return (self.row["token"] == self.column["token"]) & earlier
 
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
         return (self.row["token"] == self.column["before"]) & (previous >= 0) & (previous < self.row["order"])
 
     def where(self, pairs: Array) -> Array:
-        """The weights of the visible ones of these pairs, at least ``SEEN``, so that a sum shows them; 0 elsewhere."""
+        """The weights of these pairs where visible, at least ``SEEN``, so that a sum shows them; 0 elsewhere."""
         return jnp.where(pairs & self.visible(), jnp.maximum(self.weights, SEEN), 0.0)
 
     def visible(self) -> Array:
@@ -68,7 +68,7 @@ class _Block(NamedTuple):
         """``p |q - kv|``."""
         q, kv = self.row["place"], self.column["place"]
         apart = jnp.where(q > kv, q - kv, kv - q)
-        # Two positions may be further apart than int32 counts; the difference wraps around once.
+        # Two positions may be further apart than int32 can represent; the difference wraps around once.
         number = apart.astype(self.weights.dtype)
         return self.weights * jnp.where(apart < 0, number + 2.0**32, number)
 
@@ -82,11 +82,11 @@ class _Statistic(NamedTuple):
 
 
 def _weight_at(holds: Callable[[Array, Array], Array]) -> _Statistic:
-    """The weight on the key for which ``holds(q, kv)``, places, of the queries that see it."""
+    """The weight on the key for which ``holds(q, kv)`` (places), over the queries that see it."""
     return _Statistic(lambda block: block.at(holds), "row_max", "target")
 
 
-# A new mean over queries is one line here, and one in the docstring of ``statistics``.
+# A new mean over queries takes one line here and one in the docstring of ``statistics``.
 _STATISTICS = {
     "entropy": _Statistic(_Block.entropy, queries="seeing two keys"),
     "max_weight": _Statistic(_Block.log_weight, "row_max"),
@@ -100,7 +100,7 @@ _STATISTICS = {
     "duplicate_token": _Statistic(lambda block: block.where(block.duplicates()), queries="targets"),
     "induction": _Statistic(lambda block: block.where(block.continuations()), queries="targets"),
 }
-# The numbers of visible pairs, where the masks alone do not tell.
+# The numbers of visible pairs, where masks alone do not determine them.
 _COUNTS = {
     name: _Statistic(lambda block: block.visible().astype(block.weights.dtype), kind) for name, kind in COUNTS.items()
 }
@@ -126,10 +126,11 @@ def statistics(
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    ``p`` are the weights of a query. Each mean runs over the queries in parentheses. A query counts only if
-    it sees at least one key, and for the weight on certain keys, only if it sees one of them. What a window, the end of
-    a document or padding hides does not count against a head, so a sequence has the same statistics alone, packed and
-    padded.
+    ``p`` are the weights of a query. Each mean is over the queries in parentheses. A query counts only if it sees at
+    least one key and, for the weight on certain keys, only if it sees one of them. Keys hidden by a window, the end of
+    a document or padding do not count against a head, so a sequence has the same statistics alone, packed and padded.
+
+    - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (that see two or more keys); 1 for a uniform head.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all queries.
@@ -141,23 +142,24 @@ def statistics(
     - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys, such as
       delimiters, and divided by its ``support``, it is the mean weight on that set.
     - ``duplicate_token``: p at earlier occurrences of the query's token (that see one); ``induction``: p at the tokens
-      that followed these in their sequence (that see one). Source:
+      that followed them in their sequence (that see one). Source:
       https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
     - ``support``, always: ``{name: [B,N]}``, the number of queries in each mean.
 
-    ``q`` and ``kv`` are places in a query's own sequence, counted from 0; in ``offset_profile``, ``received`` and for
-    the order of tokens they are slots. Places are the positions, if given. Otherwise they are slots, counted from the
-    first that is not padding, or under ``Segments`` within each id. If T = S, padding is what ``masks.Padding``,
-    ``masks.Dense``, lengths and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from all queries at either
-    end of a sequence. Its queries count nowhere. A plain function does not show padding or documents: pass
-    ``eligible`` and positions, or ``Segments``. A segment of padding counts like any other: pass ``eligible``.
+    ``q`` and ``kv`` are places in a query's own sequence, counted from 0; in ``offset_profile`` and ``received``, and
+    for the order of tokens, they are slots. Places are the positions, if given. Otherwise they are slots, counted from
+    the first that is not padding or, with ``Segments``, within each id. If T = S, padding is whatever
+    ``masks.Padding``, ``masks.Dense``, lengths, and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from
+    all queries at either end of a sequence. Queries of padding never count. A plain function reveals neither padding
+    nor documents: pass ``eligible`` and positions, or ``Segments``. A segment of padding counts like any other: pass
+    ``eligible``.
 
     A pair is hidden if a mask hides it, or if its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
-    -32,752): additive masks of -inf, of ``finfo.min`` and of -1e9 count as masks. If a query sees a NaN, each mean that
+    -32,752), so additive masks of -inf, ``finfo.min`` and -1e9 count as masks. If a query sees a NaN, each mean that
     includes the query is NaN.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of the same dtype.
         tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
         lse: ``[B,T,N]``, from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
@@ -165,11 +167,11 @@ def statistics(
             with T = S and padded keys, pass all True, as the modules do.
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
             ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
-            ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its
-            layout, except in ``offset_profile``, which uses tokens. By default Blockwise's loop, on every platform.
-        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+            ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots follow its
+            layout, except in ``offset_profile``, which uses tokens. The default is Blockwise's loop on every platform.
+        bias: floats added to the scores, broadcastable to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; not ``sinks``.
 
     Raises:
         ValueError: a statistic is unknown; ``tokens`` is missing; an argument has the wrong shape.
@@ -209,7 +211,7 @@ def statistics(
         columns |= {"token": rows["token"], "previous": places.previous}
         in_order = rows["token"][:, namespace(slots[1]).argsort(slots[1])]
         columns["before"] = jnp.take_along_axis(in_order, jnp.maximum(places.previous, 0), 1)
-    # Masks give their numbers of pairs at little cost. Only scores show what a bias or a score function hides.
+    # Masks count their pairs cheaply. Only scores show what a bias or a score function hides.
     by_masks = lowest_score(call) == -math.inf
     numbers = ["visible"] if lse_passed or "entropy" in names or not by_masks else []
     numbers += ["visible_at"] if "offset_profile" in names else []
@@ -260,7 +262,7 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
         )
     # JAX would silently truncate NumPy's wide integers, and different tokens could become equal.
     tokens = jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
-    if tokens.dtype.itemsize > 4:  # a kernel has 32 bits; ranks are equal where tokens are
+    if tokens.dtype.itemsize > 4:  # kernels use 32 bits; ranks are equal where tokens are
         tokens = ranks(tokens)
     return tokens
 
@@ -326,14 +328,14 @@ def coarse_weights(
 
     The sequence is split into ``size`` spans; index t is in span ``floor(t size / T)``. Entry ``(i, j)`` is the share
     of their weight that the queries of span i give to the keys of span j. Rows sum to 1, or to 0 if no query
-    sees a key. It takes O(T + S) memory (forward).
+    sees a key. The forward pass takes O(T + S) memory.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of the same dtype.
         size: the number of spans along each axis, at most T and S.
-        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        bias: floats added to the scores, broadcastable to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; not ``sinks``.
 
     Raises:
         ValueError, TypeError: ``size`` is not positive, or an argument has the wrong shape or dtype.
@@ -361,6 +363,6 @@ def coarse_weights(
 
 
 def _span_ends(length: int, spans: int) -> np.ndarray:
-    """``[spans + 1]``: where each span begins, and the end of the last; index t is in span ``t * spans // length``."""
+    """``[spans + 1]``: the start of each span, and the end of the last; index t is in span ``t * spans // length``."""
     ends = -(np.arange(spans + 1, dtype=np.int64) * -length // max(spans, 1))  # a product may exceed 32 bits
     return ends.astype(np.int32)

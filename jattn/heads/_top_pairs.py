@@ -1,4 +1,4 @@
-"""Finds the largest weights and their keys: of each query (``top_pairs``), and of each head (``of_heads``)."""
+"""Finds the largest weights and their keys: for each query (``top_pairs``), and for each head (``of_heads``)."""
 
 from typing import NamedTuple, Unpack
 
@@ -35,8 +35,8 @@ class TopPairs(NamedTuple):
     def of_heads(self) -> tuple[Array, Array, Array]:
         """The ``k`` largest weights of each head: ``(weight, query, key)``, each ``[B,N,k]`` (or ``[N,k]``).
 
-        Larger weights come first, and among equal weights earlier queries. If a head has fewer pairs, the remaining
-        weights are 0 and the slots -1.
+        Larger weights come first and, among equal weights, earlier queries. If a head has fewer pairs, the remaining
+        weights are 0 and the remaining slots -1.
         """
         k = self.weight.shape[-1]
         weight, key = (x.reshape(*x.shape[:-2], -1) for x in self)
@@ -58,17 +58,17 @@ def top_pairs(
 ) -> TopPairs:
     """The ``k`` largest weights of each query of each head and their keys, at any length, in O(T k + S) memory.
 
-    The result is exact. Weights are compared by their logarithms, which do not underflow; among equal weights the
-    earlier slot comes first. NaN counts as the largest: a query that sees a NaN has weights NaN.
+    The result is exact. Weights are compared by their logarithms, which do not underflow; among equal weights, the
+    earlier slot comes first. NaN counts as the largest: all weights of a query that sees a NaN are NaN.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of one dtype.
-        k: the number of weights to keep of each query.
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of the same dtype.
+        k: the number of weights to keep for each query.
         lse: ``[B,T,N]``, from ``dot_product_attention(..., return_residual=True)``; computed if None.
         implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
-        bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
+        bias: floats added to the scores, broadcastable to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; no ``sinks``.
+        options: other keywords of ``jattn.attention_weights``, such as ``is_causal`` and ``score_mod``; not ``sinks``.
 
     Raises:
         ValueError, TypeError: ``k`` is not a positive integer, or an argument has the wrong shape or dtype.
@@ -105,7 +105,7 @@ def _keep(carry: tuple[Array, Array], log_weights: Array, q_idx: Array, kv_idx: 
     k = best.shape[1]
     log_weights = jnp.where(jnp.isnan(log_weights), jnp.inf, log_weights)
     largest, columns = _largest(log_weights, k)
-    # Blocks come in any order, so slots decide ties. The -1 of an empty place comes before the slots of hidden keys.
+    # Blocks come in any order, so slots break ties. The -1 of an empty place comes before the slots of hidden keys.
     negated = -jnp.concatenate([best[rows], largest], 1)
     slot = jnp.concatenate([slots[rows], kv_idx[0, columns]], 1)
     negated, slot = jax.lax.sort((negated, slot), num_keys=2)
@@ -113,9 +113,9 @@ def _keep(carry: tuple[Array, Array], log_weights: Array, q_idx: Array, kv_idx: 
 
 
 def _largest(x: Array, k: int) -> tuple[Array, Array]:
-    """The ``k`` largest of each row, or all of a shorter row, and their columns; among equals the first comes first.
+    """The ``k`` largest of each row, or all of a shorter row, and their columns; ties are in the order of columns.
 
-    Only groups of columns that have one of the ``k`` largest maxima can hold any of them.
+    Only groups of columns with one of the ``k`` largest maxima can hold any of them.
     """
     rows, columns = x.shape
     if columns <= k * GROUP:

@@ -14,7 +14,7 @@ from jattn._mods.validation import to_int32
 class TopQueries:
     """Each head's ``k`` best queries so far, best first.
 
-    Start with :func:`~jattn.heads.top_queries`; ``update`` takes a batch.
+    Start with :func:`~jattn.heads.top_queries`; ``update`` adds a batch.
 
     Attributes:
         score: ``[*,N,k]``, float32; -inf in empty places.
@@ -22,7 +22,7 @@ class TopQueries:
         position: ``[*,N,k]``, int32: the query's index in the sequence; -1 for none.
         token: ``[*,N,k]``, int32: the query's token; -1 for none, or if tokens were not given.
         seen: the number of sequences so far, int32.
-        undefined: ``[*,N]``, int32: how many scores were NaN so far. NaN never takes a place.
+        undefined: ``[*,N]``, int32: the number of NaN scores so far. NaN never takes a place.
 
     Example:
         >>> top = jattn.heads.top_queries(1, 2)  # the best query of each of two heads
@@ -42,16 +42,16 @@ class TopQueries:
     def update(self, scores: Array, tokens: ArrayLike | None = None) -> "TopQueries":
         """The state after one more batch, in memory that does not grow with the number of batches.
 
-        If scores are equal, the earlier query stays.
+        Ties keep the earlier query.
 
         Args:
-            scores: ``[*,B,T,N]``, such as an lse, or the norms of z. They are compared in float32, so different float64
+            scores: ``[*,B,T,N]``, such as an lse, or the norms of z. They are compared in float32, so distinct float64
                 numbers and, under ``jax.jit``, integers beyond 2^24 may count as equal. Use -inf for padding, which is
                 never kept. NaN is counted in ``undefined`` and never kept.
             tokens: integers ``[B,T]``, the tokens of the queries.
 
         Raises:
-            ValueError: scores or tokens have another shape; integer scores are beyond 2^24, or tokens beyond int32.
+            ValueError: scores or tokens have the wrong shape; integer scores are beyond 2^24, or tokens beyond int32.
         """
         *lead, N, k = self.score.shape
         if scores.ndim != len(lead) + 3 or [*scores.shape[:-3], scores.shape[-1]] != [*lead, N]:
@@ -69,14 +69,14 @@ class TopQueries:
                 )
         flat = jnp.moveaxis(scores.astype(self.score.dtype), -1, -3).reshape(*lead, N, B * T)
         undefined = self.undefined + jnp.isnan(flat).sum(-1, dtype=jnp.int32)
-        flat = jnp.where(jnp.isnan(flat), -jnp.inf, flat)  # top_k would take it for the largest
+        flat = jnp.where(jnp.isnan(flat), -jnp.inf, flat)  # top_k would treat it as the largest
         best, index = jax.lax.top_k(flat, min(k, B * T))
         tokens = np.full((B, T), -1) if tokens is None else tokens
         token = jnp.ravel(to_int32("tokens", tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)))
         new = (index // T + self.seen, index % T, token[index]) if B * T else (index, index, index)  # nothing new
         score, order = jax.lax.top_k(jnp.concatenate([self.score, best], -1), k)
 
-        def chosen(old: Array, new: Array) -> Array:  # of ties the old, so that -inf never replaces an empty place
+        def chosen(old: Array, new: Array) -> Array:  # ties keep the old, so that -inf never replaces an empty place
             return jnp.take_along_axis(jnp.concatenate([old, new], -1), order, -1)
 
         sequence, position, token = map(chosen, (self.sequence, self.position, self.token), new)
@@ -86,10 +86,10 @@ class TopQueries:
 def top_queries(k: int, *heads: int) -> TopQueries:
     """The state before the first batch: ``top_queries(k, N)``, or ``top_queries(k, L, N)`` for all layers at once.
 
-    The inputs with a head's largest scores show what it responds to, which means do not.
+    The inputs with a head's largest scores show what it responds to; averages do not.
 
     Args:
-        k: the number of queries to keep of each head.
+        k: the number of queries to keep for each head.
         heads: N, with any axes in front, such as L.
 
     Raises:

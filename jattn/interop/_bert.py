@@ -8,10 +8,10 @@ from jattn.interop.family import SIZES, Family, activation, numbers, refuse, ref
 
 
 def config(options: Mapping[str, Any]) -> Config:
-    """The sizes in a BERT's config."""
+    """The sizes in a BERT config."""
     sizes = numbers(options, SIZES, {"mlp_dim": "intermediate_size", "token_types": "type_vocab_size"})
     refuse(options, position_embedding_type="absolute", is_decoder=False)
-    # TensorFlow's checkpoints list sizes of the pooler that nothing reads.
+    # TensorFlow checkpoints list sizes of the pooler that nothing reads.
     pooler = (f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
     refuse_others(
         options, *SIZES.values(), "intermediate_size", "type_vocab_size", "layer_norm_eps", "hidden_act",

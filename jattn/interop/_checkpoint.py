@@ -20,10 +20,10 @@ from jattn.interop._safetensors import read_folder
 from jattn.interop._transformer import Transformer
 from jattn.interop.family import Family
 
-Tensors = Mapping[str, Any]  # of arrays, or of objects with a shape and a dtype that are arrays once they are sliced
+Tensors = Mapping[str, Any]  # of arrays, or of objects with a shape and a dtype that become arrays when sliced
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
+# Modules that a checkpoint may fuse into one, by the end of the path in ``Family.layer``.
 FUSED = {
     "attention.fused": ("attention.query", "attention.key", "attention.value"),
     "mlp_fused": ("mlp_gate", "mlp_in"),
@@ -45,27 +45,27 @@ def load(
     family: Family | None = None,
     progress: bool = True,
 ) -> Transformer:
-    """Loads the model in a folder (``config.json`` and safetensors) or in a GGUF file.
+    """Loads a model from a folder (``config.json`` and safetensors) or a GGUF file.
 
     Tensors are read one at a time and kept in ``dtype`` only.
 
-    GGUF files lack some options. Unless ``config`` sets them, they are as in most published models of the family: a
-    Mistral or Qwen has no window; a Gemma is causal, with the query scale of its size; a GPT-2 has ``"gelu_new"``;
-    rotary positions are not scaled dynamically, and YaRN has no ``mscale`` and ``truncate``.
+    GGUF files lack some options. Unless set in ``config``, these options are as in most published models of the family:
+    Mistral and Qwen have no window; Gemma is causal, with the query scale of its size; GPT-2 has ``"gelu_new"``;
+    rotary positions are not scaled dynamically, and YaRN has neither ``mscale`` nor ``truncate``.
 
     Args:
-        source: a folder as saved by Hugging Face's ``save_pretrained``: ``model.safetensors``, or else the files that
-            ``model.safetensors.index.json`` names, or without either all ``*.safetensors``; or a file ``*.gguf``, which
-            is dequantised. The folder of an installed package is
+        source: a folder as saved by Hugging Face's ``save_pretrained``: ``model.safetensors``, or else the files named
+            in ``model.safetensors.index.json``, or else all ``*.safetensors``; or a ``*.gguf`` file, which is
+            dequantised. The folder of an installed package is
             ``Path(importlib.util.find_spec(package).origin).parent``.
-        config: keys that replace those of ``config.json``, such as ``{"model_type": "mistral", "sliding_window":
+        config: keys that override those of ``config.json``, such as ``{"model_type": "mistral", "sliding_window":
             4096}`` for a GGUF file of the first Mistral.
-        ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads; names as in
-            the file or in an error message.
+        ignore: name prefixes of tensors to leave out, such as ``"cls."`` for BERT's training heads; names as in the
+            file or an error message.
         dtype: the dtype of the parameters.
-        family: the ``Family`` that says how to read it; by default that of ``FAMILIES`` for the config's
+        family: the ``Family`` that defines how to read the model; by default the entry of ``FAMILIES`` for the config's
             ``model_type``.
-        progress: show on a terminal's stderr how many tensors are read.
+        progress: show the number of tensors read on a terminal's stderr.
 
     Returns:
         A ``Transformer``.
@@ -74,10 +74,10 @@ def load(
         FileNotFoundError: a file is missing.
         ValueError: the family is unknown; the config has an unknown key that may change what the model computes; the
             folder holds an adapter; an output embedding differs from the input embedding to which the config ties it; a
-            file is damaged; tensors are missing, unused, of another shape, not floating-point, or in two files. The
+            file is damaged; tensors are missing, unused, of the wrong shape, not floating-point, or in two files. The
             message names all of them.
         TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
-        ImportError: safetensors is not installed, or gguf for a GGUF file.
+        ImportError: safetensors, or gguf for a GGUF file, is not installed.
 
     Example:
         >>> import json, pathlib, safetensors.numpy
@@ -97,13 +97,13 @@ def load(
     tensors, options = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
     options = _in_place(options, {} if config is None else config)
     family = family_of(options) if family is None else family
-    if is_gguf:  # its norms are stored as what they multiply by
+    if is_gguf:  # its norms are stored as the factors they multiply by
         family = dataclasses.replace(family, norm_offset=0.0)
     return _model(tensors, options, ignore, dtype, family, progress)
 
 
 def _in_place(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``options`` of a file, with the keys of ``config`` in place of its own and of synonymous keys."""
+    """The ``options`` of a file, where keys of ``config`` replace the same and synonymous keys."""
     merged, entry = {**options, **config}, options.get("rope_parameters")
     if "layer_types" in config:
         merged = {key: x for key, x in merged.items() if key != "sliding_window_pattern" or key in config}
@@ -125,21 +125,22 @@ def from_tensors(
     dtype: Any = jnp.float32,
     family: Family | None = None,
 ) -> Transformer:
-    """Loads a model from memory, like :func:`~jattn.interop.load` from files.
+    """Loads a model from memory, as :func:`~jattn.interop.load` does from files.
 
     Args:
         tensors: floating arrays by their names in a checkpoint, such as ``numpy()`` of the tensors in a PyTorch
             ``state_dict``.
-        config: the ``config.json`` as a dict, with ``model_type`` and sizes.
-        ignore: prefixes of the names of tensors to leave out.
+        config: the contents of ``config.json`` as a dict, with ``model_type`` and sizes.
+        ignore: name prefixes of tensors to leave out.
         dtype: the dtype of the parameters.
-        family: the ``Family`` that says how to read it; by default that of ``FAMILIES`` for ``model_type``.
+        family: the ``Family`` that defines how to read the model; by default the entry of ``FAMILIES`` for
+            ``model_type``.
 
     Returns:
         A ``Transformer``.
 
     Raises:
-        ValueError: the family or a key of the config is unknown; tensors are missing, unused, of another shape or not
+        ValueError: the family or a key of the config is unknown; tensors are missing, unused, of the wrong shape or not
             floating-point. The message names all of them.
         TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
 
@@ -203,7 +204,7 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return room[start : start + size].view(dtype).reshape(shape)
 
 
-_ROWS = 1 << 22  # numbers that are read at once
+_ROWS = 1 << 22  # numbers read at once
 
 
 def _chunks(x: Any) -> Iterator[slice]:
@@ -225,14 +226,14 @@ def _read_into(arrays: dict[str, np.ndarray], x: Any, source: "Source", family: 
     rows = rows.T if source.transposed else rows
     offset = family.norm_offset if source.targets[0].endswith(".scale") else 0.0
     wide = np.float64 if rows.dtype == np.float64 else np.float32
-    with np.errstate(over="ignore"):  # float16 gets infinities, as in jax.numpy
+    with np.errstate(over="ignore"):  # float16 overflows to infinity, as in jax.numpy
         for chunk in _chunks(x):
             part = np.asarray(x[chunk])
             rows[chunk] = part.astype(wide) + wide(offset) if offset else part
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:
-    """Raises ``ValueError`` if there is an output embedding that differs from the input embedding."""
+    """Raises ``ValueError`` if an output embedding differs from the input embedding."""
     embeddings = {
         name: tensors[name]
         for module in ("token_embed", "head")
@@ -251,7 +252,7 @@ def _check_tied(tensors: Tensors, family: Family) -> None:
 
 
 class Source(NamedTuple):
-    """A tensor that has a place: its name in the checkpoint and in our model, and how it is stored."""
+    """A tensor with a place in the model: its names in the checkpoint and in our model, and how it is stored."""
 
     name: str
     targets: list[str]
@@ -260,7 +261,7 @@ class Source(NamedTuple):
 
 
 def _fitting(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> list[Source]:
-    """Where each tensor goes. Raises ``ValueError`` with everything that does not fit."""
+    """Where each tensor goes. Raises ``ValueError`` listing everything that does not fit."""
     placed = {name: [False] * (config.num_layers if name.startswith("layers.") else 1) for name in expected}
     sources, misshapen, twice = list(_sources(tensors, family, config, expected)), [], []
     for source in sources:
@@ -304,9 +305,9 @@ def _modules(family: Family, config: Config) -> Iterator[tuple[str, int | None, 
 
 
 def _sources(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> Iterator[Source]:
-    """Every tensor that has a place."""
+    """Every tensor that has a place in the model."""
     inputs_first = _inputs_first(tensors, family, config)
-    tensorflow = {"weight": "gamma", "bias": "beta"}  # TensorFlow's names in a norm
+    tensorflow = {"weight": "gamma", "bias": "beta"}  # TensorFlow's names for a norm's parameters
     for path, layer, names in _modules(family, config):
         parts = FUSED.get(path.removeprefix("layers."))
         paths = [path] if parts is None else [f"layers.{one}" for one in parts]
@@ -328,7 +329,7 @@ def _flat(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _inputs_first(tensors: Tensors, family: Family, config: Config) -> bool:
-    """Whether weights are stored ``[in,out]``, judging by those that are not square; by the family if all are."""
+    """Whether weights are stored ``[in,out]``, judged by those that are not square, or by the family if all are."""
     votes = 0
     for path, _, names in _modules(family, config):
         out_dim = (

@@ -1,4 +1,4 @@
-"""Defines the sizes and the kind of a model: every option by which families differ."""
+"""Defines the sizes and the kind of a model: every option in which families differ."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes and the kind of a ``Transformer``; :func:`~jattn.interop.read_config` makes one from a file.
+    """The sizes and the kind of a ``Transformer``; :func:`~jattn.interop.read_config` creates one from a file.
 
     The fields:
 
@@ -30,11 +30,11 @@ class Config:
     - ``model_dim``, ``mlp_dim``, ``head_dim``: M, the width of the MLP, and H; H is ``M / N`` by default.
     - ``vocabulary``, ``token_types``: the numbers of tokens and of BERT's segments (0: none).
     - ``max_length``: the number of learned positions, and the length that the model was trained for.
-    - ``norm``, ``norm_epsilon``: ``"layer"`` or ``"rms"``, and what the norm adds to the variance.
+    - ``norm``, ``norm_epsilon``: ``"layer"`` or ``"rms"``, and the number that the norm adds to the variance.
     - ``norm_first``: norms before attention and MLP, and at the end.
     - ``norm_outputs``: norms of what attention and MLP add to the stream, and at the end; ``"rms"`` only. Without
       ``norm_first`` and ``norm_outputs``, norms act on the stream itself: after embeddings, attention and MLP.
-    - ``qk_norm``: an RMS norm of queries and keys, ``"head"`` by head or of ``"all"`` together.
+    - ``qk_norm``: an RMS norm of queries and keys, per ``"head"`` or over ``"all"`` heads together.
     - ``activation``, ``gated``: ``"gelu"``, ``"gelu_new"``, ``"gelu_pytorch_tanh"``, ``"relu"`` or ``"silu"``; whether
       the MLP is ``out(activation(gate(x)) * in(x))``.
     - ``parallel``: attention and MLP read the same input.
@@ -48,11 +48,11 @@ class Config:
     - ``embed_scale``: the factor on token embeddings.
     - ``qkv_bias``, ``out_bias``, ``mlp_bias``: whether these projections have biases.
     - ``pooler``, ``head``, ``tied``: BERT's pooler of the first token; a separate output embedding; without it, the
-      input embedding is the output embedding.
+      input embedding as the output embedding.
 
     Raises:
-        ValueError: ``local`` does not have one entry for each layer; ``qk_norm`` is unknown; ``norm_outputs`` is set
-            without RMS norms; rotary positions do not fit the heads.
+        ValueError: ``local`` does not have one entry per layer; ``qk_norm`` is unknown; ``norm_outputs`` is set without
+            RMS norms; rotary positions do not match the heads.
 
     Example:
         >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}

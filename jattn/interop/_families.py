@@ -25,7 +25,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
-    """Reads the sizes and the kind of a model from Hugging Face's ``config.json`` of one of ``FAMILIES``.
+    """Reads the sizes and the kind of a model from the Hugging Face ``config.json`` of one of ``FAMILIES``.
 
     Args:
         config: the file as a dict.

@@ -1,8 +1,8 @@
-"""The Gemma 2 and Gemma 3 families, of text: layers with a window and layers without, and norms on both sides.
+"""The Gemma 2 and Gemma 3 (text) families: layers with and without a window, and norms on both sides.
 
 Sources: https://arxiv.org/abs/2408.00118, section 2 (every other layer has a window; soft caps; norms before and after
 attention and MLP); https://arxiv.org/abs/2503.19786, section 2 (five layers with a window to one without, each kind
-with its own base of the rotary positions; norms of queries and keys instead of soft caps). Names as in published
+with its own rotary base; norms of queries and keys instead of soft caps). Names as in published
 checkpoints.
 """
 
@@ -31,7 +31,7 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def gemma2(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Gemma 2's config."""
+    """The sizes in a Gemma 2 config."""
     if missing := [key for key in _CAPS if key not in options]:
         raise ValueError(
             f"config.json of this gemma2 lacks {', '.join(missing)}; set it to null if the model does not use it"
@@ -42,7 +42,7 @@ def gemma2(options: Mapping[str, Any]) -> Config:
 
 
 def gemma3(options: Mapping[str, Any]) -> Config:
-    """The sizes in the config of a Gemma 3, of text."""
+    """The sizes in a Gemma 3 (text) config."""
     refuse(options, attn_logit_softcapping=None)
     bidirectional = options.get("use_bidirectional_attention") or False
     if not isinstance(bidirectional, bool):
@@ -57,10 +57,10 @@ def gemma3(options: Mapping[str, Any]) -> Config:
     local = {"rope_parameters": by_kind.get(LOCAL), "rope_theta": bases[0], **trained}
     scaling = options.get("rope_scaling")
     others = {"rope_parameters": by_kind.get(GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling, **trained}
-    # Its older name; newer versions keep it under the second name, even if layer_types says something else.
+    # Its older name; newer versions keep it under the second name, even if layer_types disagrees.
     pattern = numbers(options, {}, {"pattern": "sliding_window_pattern"})
     if options.get("layer_types") is None and not pattern:
-        refuse(options, _sliding_window_pattern=6)  # where layer_types does not say it, newer ones take it to be 6
+        refuse(options, _sliding_window_pattern=6)  # without layer_types, newer versions assume 6
         pattern = numbers(options, {}, {"pattern": "_sliding_window_pattern"})
     return dataclasses.replace(
         _gemma(options, **pattern),
@@ -80,7 +80,7 @@ _READ = (
 
 
 def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
-    """What both have in common, without positions; ``pattern``: one in so many layers has no window."""
+    """What both have in common, without positions; one in every ``pattern`` layers has no window."""
     refuse(options, **_UNCHANGED)
     keys = {**SIZES, "mlp_dim": "intermediate_size", "head_dim": "head_dim"}
     sizes = numbers(options, keys, {"num_kv_heads": "num_key_value_heads"})
@@ -88,7 +88,7 @@ def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
     window = numbers(options, {"window": "sliding_window"}) if any(local) else {}
     caps = [None if options.get(key) is None else positive(options, key) for key in _CAPS]
     act = activation(options, "hidden_activation", "gelu_pytorch_tanh")
-    if options.get("hidden_act") not in (None, act):  # the first files have it under both names
+    if options.get("hidden_act") not in (None, act):  # early files have it under both names
         raise ValueError(f"hidden_act is {options['hidden_act']!r} in this config, but hidden_activation is {act!r}")
     bias, tied = bool(options.get("attention_bias", False)), bool(options.get("tie_word_embeddings", True))
     return Config(
@@ -114,7 +114,7 @@ def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
 
 
 def _local(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> list[bool]:
-    """Whether each layer has a window, as ``layer_types`` says, or else the pattern."""
+    """Whether each layer has a window, according to ``layer_types`` or else the pattern."""
     repeated = [LOCAL if (i + 1) % pattern else GLOBAL for i in range(num_layers)] if pattern else []
     if options.get("layer_types") is None and not pattern:
         raise ValueError(f"the config of a {options['model_type']} needs layer_types or sliding_window_pattern")
@@ -125,7 +125,7 @@ def _local(options: Mapping[str, Any], num_layers: int, pattern: int | None) -> 
     return local
 
 
-# What ``text_config`` of a Gemma 3 with images leaves out: ``Gemma3TextConfig`` of transformers 5.24.
+# Values missing from ``text_config`` of a Gemma 3 with images: from ``Gemma3TextConfig`` of transformers 5.24.
 _TEXT_DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
@@ -144,7 +144,7 @@ def gemma3_with_images(options: Mapping[str, Any]) -> Config:
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config must be a dict in the config of a gemma3, got {text!r}")
     refuse(text, model_type="gemma3_text")
-    ties = {"tie_word_embeddings": options.get("tie_word_embeddings", True)}  # that of the text is not looked at
+    ties = {"tie_word_embeddings": options.get("tie_word_embeddings", True)}  # the value in text_config is ignored
     if text.get("layer_types") is None and text.get("_sliding_window_pattern") is None:
         text = {"sliding_window_pattern": 6, **text}
     return gemma3({**_TEXT_DEFAULTS, **text, **ties, "model_type": "gemma3_text"})
@@ -157,7 +157,7 @@ _NORMS = {
 }
 GEMMA2 = dataclasses.replace(LLAMA, name="gemma2", config=gemma2, layer={**LLAMA.layer, **_NORMS}, norm_offset=1.0)
 GEMMA3 = dataclasses.replace(GEMMA2, name="gemma3_text", config=gemma3, layer={**GEMMA2.layer, **QK_NORMS})
-# With images: the text model is under the first prefix in published files, under the second by newer transformers.
+# With images: the text model is under the first prefix in published files, under the second in newer transformers.
 GEMMA3_WITH_IMAGES = dataclasses.replace(
     GEMMA3,
     name="gemma3",

@@ -1,4 +1,4 @@
-"""Writes text with a causal ``Transformer``: prompts in chunks, then token by token, over one cache for all layers."""
+"""Writes text with a causal ``Transformer``: prompts in chunks, then token by token, with one cache for all layers."""
 
 import functools
 import operator
@@ -15,7 +15,7 @@ from jattn.cache import KVCache
 from jattn.interop._transformer import Transformer
 from jattn.positions import at_length
 
-CHUNK = 128  # tokens of a prompt at once; the cache's capacity is also a multiple, so that few shapes are compiled
+CHUNK = 128  # prompt tokens at once; the cache's capacity is a multiple of it, so that few shapes are compiled
 
 
 def generate(model: Transformer, prompts: Iterable[Any], max_new_tokens: int, **options: Any) -> list[Any]:
@@ -23,15 +23,15 @@ def generate(model: Transformer, prompts: Iterable[Any], max_new_tokens: int, **
 
     Args:
         model: a causal model.
-        prompts: lists of tokens, of any lengths above 0, such as ``tokenizer.encode("Once upon a time").ids``.
+        prompts: lists of tokens, of any nonzero lengths, such as ``tokenizer.encode("Once upon a time").ids``.
         max_new_tokens: the largest number of tokens to add to each prompt.
-        options: the keywords of :func:`~jattn.interop.stream`: ``temperature``, ``top_k``, ``top_p``, ``stop``,
+        options: keywords of :func:`~jattn.interop.stream`: ``temperature``, ``top_k``, ``top_p``, ``stop``,
             ``key`` and ``cache_dtype``.
 
     Raises:
-        ValueError: a prompt is empty or has an unknown token; an option is out of its range; the tokens exceed the
-            model's positions; the model is not causal.
-        TypeError: ``key`` is not a JAX key, or ``stop`` not a sequence of integers.
+        ValueError: a prompt is empty or has an unknown token; an option is out of range; the tokens exceed the model's
+            positions; the model is not causal.
+        TypeError: ``key`` is not a JAX key, or ``stop`` is not a sequence of integers.
 
     Example:
         >>> from flax import nnx
@@ -68,7 +68,7 @@ def stream(
 
     Args:
         model: a causal model.
-        prompts: B lists of tokens, of any lengths above 0.
+        prompts: B lists of tokens, of any nonzero lengths.
         max_new_tokens: the largest number of tokens to add to each prompt.
         temperature: divides the logits before a token is sampled; 0 takes the likeliest token.
         top_k: sample from the k likeliest tokens.
@@ -76,12 +76,12 @@ def stream(
             (https://arxiv.org/abs/1904.09751, section 3.1).
         stop: tokens that end a text; they are not yielded.
         key: a JAX random key, needed unless ``temperature`` is 0.
-        cache_dtype: the dtype of the cache; that of the parameters by default.
+        cache_dtype: the dtype of the cache; by default the dtype of the parameters.
 
     Raises:
-        ValueError: there is no prompt; a prompt is empty or has an unknown token; an option is out of its range; the
-            tokens exceed the model's positions; the model is not causal.
-        TypeError: ``key`` is not a JAX key, or ``stop`` not a sequence of integers.
+        ValueError: there is no prompt; a prompt is empty or has an unknown token; an option is out of range; the tokens
+            exceed the model's positions; the model is not causal.
+        TypeError: ``key`` is not a JAX key, or ``stop`` is not a sequence of integers.
 
     Example:
         >>> from flax import nnx
@@ -134,9 +134,9 @@ def stream(
 def _prepare(
     model: Transformer, prompts: list[np.ndarray], new: int, dtype: Any
 ) -> tuple[KVCache, list[tuple[np.ndarray, np.ndarray]]]:
-    """An empty cache, and the prompts in chunks ``[B,chunk]`` with what of them is real."""
+    """An empty cache, and the prompts in chunks ``[B,chunk]`` with a mask of the real tokens."""
     longest = max(len(prompt) for prompt in prompts)
-    # Short prompts in a power of two.
+    # Short prompts are padded to a power of two.
     chunk = min(CHUNK, 1 << (longest - 1).bit_length())
     if model.config.position is None:
         chunk = min(chunk, model.config.max_length)
@@ -147,7 +147,7 @@ def _prepare(
     needed = longest + max(new - 1, 0)  # the model does not read the last token that it writes
     capacity = -(-needed // CHUNK) * CHUNK
     if at_length(model.config.position, needed) is not model.config.position:
-        capacity = needed  # it is the length of the text to the rotary positions
+        capacity = needed  # the rotary positions take it for the length of the text
     if model.config.position is None:
         capacity = max(min(capacity, model.config.max_length), needed)
     cache = model.init_cache(len(prompts), capacity, dtype=dtype)
@@ -193,7 +193,7 @@ def _advance(
     last = tokens.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
     at_last = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
     hidden = jnp.where(valid.any(1)[:, None], at_last.astype(hidden.dtype), hidden)
-    logits = model.logits(hidden).astype(jnp.float32)  # of bfloat16, JAX draws only the first of equal ones
+    logits = model.logits(hidden).astype(jnp.float32)  # in bfloat16, JAX draws only the first of equal logits
     if not drawn:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), hidden, cache
     temperature, mass = numbers
@@ -205,7 +205,7 @@ def _advance(
     if by_mass:
         ordered = -jnp.sort(-logits, axis=-1)
         shares = jax.nn.softmax(ordered, axis=-1)
-        kept = jnp.cumsum(shares, axis=-1) - shares < mass  # the mass of those before is short of it
+        kept = jnp.cumsum(shares, axis=-1) - shares < mass  # the likelier tokens have less mass
         least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32), hidden, cache

@@ -1,4 +1,4 @@
-"""Reads models in GGUF files, with the names and options of Hugging Face's checkpoints of the same family.
+"""Reads models from GGUF files, with the names and options of Hugging Face checkpoints of the same family.
 
 Source: llama.cpp's converter, https://github.com/ggml-org/llama.cpp/tree/master/conversion, and its gguf package 0.19.
 """
@@ -72,8 +72,8 @@ class _Architecture:
     fields: Mapping[str, str]  # by our name in the config
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NAMES)
     layer: str = "model.layers.{}."
-    permuted: bool = False  # llama.cpp pairs neighbouring features in rotary embeddings, others the two halves
-    may_have_biases: tuple[str, ...] = ("attention_bias",)  # keys of a config that say so
+    permuted: bool = False  # llama.cpp's rotary embeddings pair neighbouring features, others the two halves
+    may_have_biases: tuple[str, ...] = ("attention_bias",)  # config keys for them
 
 
 _NAMES_AFTER = {
@@ -99,14 +99,14 @@ _ARCHITECTURES = {
     ),
     "gpt2": _Architecture("gpt2", _SIZES_OF_GPT2, _NAMES_OF_GPT2, layer="h.{}.", may_have_biases=()),
 }
-# The models of 27B divide the queries by another number than the others of their family, which no field says.
+# The 27B models divide the queries by another number than the rest of their family, which no field records.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a GGUF file by Hugging Face's names, read once they are sliced, and its config.
+    """The tensors of a GGUF file by Hugging Face's names, read when they are sliced, and its config.
 
-    Norms of a Gemma are what they multiply by, not one less. Raises as ``load``.
+    A Gemma's norms are the factors they multiply by, not one less. Raises the same errors as ``load``.
     """
     fields, stored = read_file(file, lambda name: not name.startswith("tokenizer."))
     name = fields.get("general.architecture")
@@ -130,7 +130,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_vocabulary(file: Path) -> dict[str, Any]:
-    """The fields of a GGUF file about its tokenizer, without ``tokenizer.``, such as ``ggml.tokens``; and the name."""
+    """The tokenizer fields of a GGUF file, without ``tokenizer.``, such as ``ggml.tokens``, and the model's name."""
     prefix = "tokenizer."
     fields, _ = read_file(file, lambda name: name.startswith(prefix) or name == "general.name")
     return {name.removeprefix(prefix): x for name, x in fields.items()}
@@ -139,9 +139,9 @@ def read_vocabulary(file: Path) -> dict[str, Any]:
 def _config(
     name: str, family: _Architecture, options: dict[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """The config, from the fields without the architecture's name and from the tensors that there are.
+    """The config, from the fields without the architecture's name and from the existing tensors.
 
-    Raises ``ValueError`` for a field that changes what the model computes and is not read.
+    Raises ``ValueError`` for an unread field that changes what the model computes.
     """
     options = dict(options)
     sizes = (
@@ -152,7 +152,7 @@ def _config(
         "attention.key_length",
     )
     if wrong := {key: options[key] for key in sizes if type(options.get(key, 1)) is not int}:
-        raise ValueError(f"{wrong}, expected an integer")  # such as one for each layer
+        raise ValueError(f"{wrong}, expected an integer")  # such as one per layer
     config: dict[str, Any] = {"model_type": family.model_type}
     config |= {ours: options.pop(theirs) for theirs, ours in family.fields.items() if theirs in options}
     has = lambda tensor: f"{tensor}.weight" in stored
@@ -163,15 +163,15 @@ def _config(
     heads = max(config.get("num_attention_heads", 1), 1)
     head_dim = config.get("head_dim", config.get("hidden_size", 0) // heads)
     if name == "gpt2":
-        config["activation_function"] = "gelu_new"  # llama.cpp knows no other
+        config["activation_function"] = "gelu_new"  # the only one in llama.cpp
     elif name == "phi3":
-        config["sliding_window"] = config.get("sliding_window") or None  # 0 in the files of a Phi-4
+        config["sliding_window"] = config.get("sliding_window") or None  # 0 in Phi-4's files
         rotated = options.pop("rope.dimension_count", head_dim)
         config["partial_rotary_factor"] = rotated / max(head_dim, 1)
     if name in _LAYERS_OF_27B:
         is_27b = config.get("num_hidden_layers") == _LAYERS_OF_27B[name]
         config["query_pre_attn_scalar"] = config.get("hidden_size", 0) / heads if is_27b else head_dim
-        if name == "gemma2":  # what llama.cpp takes where a file does not say it
+        if name == "gemma2":  # llama.cpp's default
             config = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
         else:
             config["sliding_window_pattern"] = 6 if config.get("sliding_window") else 1
@@ -180,7 +180,7 @@ def _config(
         config["rope_scaling"] = scaling
         if name == "phi3":
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    # What changes nothing, with these values or with any.
+    # Fields that change nothing, with these values or with any.
     neutral = {
         "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scale_linear": 1.0,
         "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
@@ -195,7 +195,7 @@ def _config(
 def _scaling(
     options: dict[str, Any], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """``rope_scaling`` as a config has it; its fields are taken out of the ``options``."""
+    """``rope_scaling`` as in a config; its fields are removed from the ``options``."""
     keys = {
         "rope.scaling.type": "rope_type",
         "rope.scaling.factor": "factor",
@@ -213,7 +213,7 @@ def _scaling(
         if f"rope_{part}.weight" in stored
     }
     trained = config.get("max_position_embeddings")
-    if "freqs" in factors:  # Llama 3's: what every frequency is divided by, at any length
+    if "freqs" in factors:  # Llama 3's: the divisors of all frequencies, at any length
         if kind != "none" or scaling:
             raise ValueError(f"it has both rope_freqs.weight and the scaling {kind!r} of {scaling}")
         same = {"short_factor": factors["freqs"], "long_factor": factors["freqs"]}
@@ -235,7 +235,7 @@ def _scaling(
 
 
 def _name(name: str, family: _Architecture) -> str:
-    """Our name of a tensor; an unknown name is returned unchanged, and the tensor remains unused."""
+    """Our name for a tensor; an unknown name is returned unchanged, and its tensor remains unused."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in family.names:
         return name
@@ -244,14 +244,14 @@ def _name(name: str, family: _Architecture) -> str:
 
 
 def _heads(name: str, config: Mapping[str, Any]) -> int | None:
-    """How many heads the rows of a query's or key's projection belong to; None for other tensors."""
+    """The number of heads in the rows of a query or key projection; None for other tensors."""
     heads = config.get("num_attention_heads")
     of = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
     return next((of[part] for part in name.split(".") if part in of), None)
 
 
 class _Unpermuted:
-    """A projection's weights or biases with each head's rows as two halves, where neighbours stand together."""
+    """A projection's weights or biases, with each head's interleaved rows put back into two halves."""
 
     def __init__(self, stored: StoredTensor, heads: int):
         self.stored, self.heads, self.shape, self.dtype = stored, heads, stored.shape, stored.dtype

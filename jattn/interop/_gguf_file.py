@@ -1,7 +1,7 @@
 """Reads GGUF files, llama.cpp's format: fields, and tensors that are dequantised as they are read.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Nothing in a file is executed, and every size in it
-is checked against the file's length. gguf's own reader makes two arrays of every string, which takes 690 MB for a
+is checked against the file's length. gguf's own reader makes two arrays per string, which takes 690 MB for a
 vocabulary of 262,144 tokens. The quantised types are gguf's.
 """
 
@@ -24,7 +24,7 @@ _MAX_AXES = 4
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a GGUF file, in float32 once rows of it are read: ``tensor[2:5]``."""
+    """A tensor in a GGUF file; slicing its rows reads them as float32: ``tensor[2:5]``."""
 
     file: Path
     name: str
@@ -35,14 +35,14 @@ class StoredTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """float32, or that of integers, which are no weights."""
+        """float32, or an integer dtype, which weights cannot have."""
         return np.dtype(np.int32 if self.kind.name in ("I8", "I16", "I32", "I64") else np.float32)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         if len(self.shape) == 1:
             return self._numbers(0, 1)[0, rows]
         start, stop, _ = rows.indices(self.shape[0])
-        between = math.prod(self.shape[1:-1])  # of tensors of more than two axes
+        between = math.prod(self.shape[1:-1])  # for tensors with more than two axes
         return self._numbers(start * between, stop * between).reshape(stop - start, *self.shape[1:])
 
     def _numbers(self, start: int, stop: int) -> np.ndarray:
@@ -57,7 +57,7 @@ class StoredTensor:
             raise ValueError(f"{self.file}: {self.name} is {self.kind.name}, which gguf cannot dequantise") from None
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """The bytes of rows. The file is not mapped: its pages would count as this process's memory."""
+        """The bytes of rows. The file is not mapped, because its pages would count as this process's memory."""
         offset, count = self.offset + start * self.row_bytes, (stop - start) * self.row_bytes
         return np.fromfile(self.file, np.uint8, count, offset=offset).reshape(stop - start, self.row_bytes)
 
@@ -68,7 +68,7 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
     Raises:
         FileNotFoundError: the file does not exist.
         ImportError: gguf is not installed.
-        ValueError: the file is damaged, has another byte order or version, or is not a GGUF file.
+        ValueError: the file is damaged, has an unsupported byte order or version, or is not a GGUF file.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -112,7 +112,7 @@ def read_file(file: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Any]
 
 @contextlib.contextmanager
 def damaged(file: Path, problem: str = "is damaged or not a GGUF file") -> Iterator[None]:
-    """Adds the name of the file and the problem to the errors of a damaged file."""
+    """Adds the name of the file and the problem to errors caused by a damaged file."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError, RecursionError) as error:
@@ -120,13 +120,13 @@ def damaged(file: Path, problem: str = "is damaged or not a GGUF file") -> Itera
 
 
 class _Header:
-    """Reads everything before the tensors, from one end to the other."""
+    """Reads everything before the tensors, from beginning to end."""
 
     def __init__(self, data: mmap.mmap):
         self.data, self.at = data, 0
 
     def start(self) -> tuple[int, int]:
-        """How many tensors and fields there are."""
+        """The numbers of tensors and fields."""
         magic, version = bytes(self.data[:4]), self.data[4:8]
         if magic != b"GGUF":
             raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
@@ -138,14 +138,14 @@ class _Header:
         return self.number("u8"), self.number("u8")
 
     def take(self, size: int) -> int:
-        """Where the next ``size`` bytes begin."""
+        """The start of the next ``size`` bytes."""
         start, self.at = self.at, self.at + size
         if self.at > len(self.data):
             raise ValueError(f"{size} bytes starting at byte {start} end beyond the file's {len(self.data)} bytes")
         return start
 
     def numbers(self, code: str, count: int) -> list[Any]:
-        """So many numbers of a NumPy type."""
+        """``count`` numbers of a NumPy type."""
         dtype = np.dtype(f"<{code}")
         start = self.take(count * dtype.itemsize)
         return np.frombuffer(self.data[start : self.at], dtype).tolist()
@@ -155,13 +155,13 @@ class _Header:
         return self.numbers(code, 1)[0]
 
     def text(self) -> str:
-        """A string of UTF-8."""
+        """A UTF-8 string."""
         (size,) = _SIZE.unpack_from(self.data, self.take(8))
         start = self.take(size)
         return self.data[start : self.at].decode()
 
     def value(self, kind: int, keep: bool) -> Any:
-        """A field's value, or None if it is to be skipped."""
+        """A field's value, or None if it is skipped."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING and keep:
@@ -188,7 +188,7 @@ class _Header:
         return None
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Its name, shape, type and where its data begin."""
+        """A tensor's name, shape and type, and where its data begin."""
         name, axes = self.text(), self.number("u4")
         if not 1 <= axes <= _MAX_AXES:
             raise ValueError(f"{name} has {axes} axes, expected 1 to {_MAX_AXES}")

@@ -1,9 +1,9 @@
-"""Builds a ``tokenizers.Tokenizer`` from a GGUF file that equals llama.cpp's and the model's own tokenizer.
+"""Builds from a GGUF file a ``tokenizers.Tokenizer`` that equals llama.cpp's and the model's own tokenizer.
 
-The two differ at combining marks under GPT-4o's and Mistral NeMo's splitting; there it follows the model's own.
+Where these two differ, at combining marks under GPT-4o's and Mistral NeMo's splitting, it follows the model's own.
 
-Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. It knows two kinds of vocabulary: byte-level pairs ("gpt2"),
-which split texts before merging, and SentencePiece's ("llama"), which merges in the order of scores.
+Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. It has two kinds of vocabulary: byte-level pairs ("gpt2"),
+which split text before merging, and SentencePiece ("llama"), which merges in order of score.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 from jattn.interop._gguf import read_vocabulary
 
-_UNKNOWN, _CONTROL, _WHOLE = 2, 3, 4  # the types of tokens that text never has, and of those that are never split
+_UNKNOWN, _CONTROL, _WHOLE = 2, 3, 4  # types of tokens that text never contains, and of tokens never split
 
 # How ``tokenizer.ggml.pre`` splits text before merging.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -21,13 +21,13 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _words_and(digits: str, letters: str = r"\p{L}") -> str:
-    """GPT-4's splitting, with so many digits in one."""
+    """GPT-4's splitting, with this pattern for digits."""
     others = rf"\s{letters}\p{{N}}"
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^{others}]+[\r\n]*|{_SPACES}"
 
 
 def _cased_words_and(digits: str, contractions: str) -> str:
-    """GPT-4o's splitting: a word begins anew at a capital letter after a small one."""
+    """GPT-4o's splitting: a capital letter after a small one begins a new word."""
     small, capital = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -50,12 +50,12 @@ _SPLITS = {
     "tekken": (_cased_words_and(r"\p{N}", ""),),
 }
 _SPLITS |= dict.fromkeys(("llama3", "llama-v3"), _SPLITS["llama-bpe"])
-# Those that look a word up before they merge its bytes, and that begin a text unless a field says otherwise.
+# Vocabularies that look up a word before merging its bytes, and that begin a text unless a field says otherwise.
 _LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
 def gguf_tokenizer(file: Path) -> Any:
-    """The tokenizer of a GGUF file; raises as ``tokenizer``."""
+    """The tokenizer of a GGUF file; raises the same errors as ``tokenizer``."""
     fields = read_vocabulary(file)
     kind, split = fields.get("ggml.model"), fields.get("ggml.pre")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in _SPLITS)):
@@ -67,7 +67,7 @@ def gguf_tokenizer(file: Path) -> Any:
         raise ValueError(f"{file} has add_space_prefix, which a tokenizer of kind 'gpt2' does not support here")
     try:
         return _byte_level(fields) if kind == "gpt2" else _sentencepiece(fields)
-    except Exception as error:  # tokenizers raises nothing more exact
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} has a damaged vocabulary: {error!r}") from error
 
 
@@ -90,7 +90,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Any:
 
     ids, scores = _ids(fields), fields["ggml.scores"]
     tokens = fields["ggml.tokens"]
-    # What SentencePiece merges first has the highest score, whatever its two parts are.
+    # What SentencePiece merges first has the highest score, whatever its two parts.
     by_score = sorted(range(len(tokens)), key=lambda i: -scores[i])
     merges = [
         (token[:at], token[at:])
@@ -118,12 +118,12 @@ def _ids(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _with_tokens_of_the_file(tokenizer: Any, fields: Mapping[str, Any], begins: bool) -> Any:
-    """With the tokens that are found in a text as a whole, and those around it; ``begins``: by default a first one."""
+    """Adds the tokens found whole in a text and those around it; ``begins``: whether a first one is the default."""
     from tokenizers import AddedToken, processors
 
     tokens = fields["ggml.tokens"]
     kinds = list(zip(tokens, fields.get("ggml.token_type", [1] * len(tokens)), strict=True))
-    # Phi-3's take the space after them along, which only the model's name tells.
+    # Phi-3's tokens include the space after them, which only the model's name reveals.
     is_phi_3 = any(name in str(fields.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
 
     def whole(token: str, special: bool) -> Any:
@@ -147,7 +147,7 @@ def _with_tokens_of_the_file(tokenizer: Any, fields: Mapping[str, Any], begins: 
 
 
 def _token_at(end: str, fields: Mapping[str, Any]) -> int:
-    """The id of the token that stands at this end of a text."""
+    """The id of the token at this end of a text."""
     name = f"ggml.{end}_token_id"
     if name not in fields:
         raise ValueError(f"add_{end}_token is true, but there is no {end}_token_id")

@@ -11,7 +11,7 @@ from jattn.interop.family import SIZES, Family, activation, numbers, refuse, ref
 
 
 def config(options: Mapping[str, Any]) -> Config:
-    """The sizes in a GPT-2's config."""
+    """The sizes in a GPT-2 config."""
     keys = {"num_layers": "n_layer", "num_heads": "n_head", "model_dim": "n_embd", "max_length": "n_positions"}
     sizes = numbers(options, {**SIZES, **keys}, {"mlp_dim": "n_inner"})
     refuse(options, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)

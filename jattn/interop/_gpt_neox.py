@@ -1,4 +1,4 @@
-"""The GPT-NeoX family (Pythia): attention and MLP in parallel, and positions that rotate a part of each head.
+"""The GPT-NeoX family (Pythia): attention and MLP in parallel, and positions that rotate part of each head.
 
 Source: https://arxiv.org/abs/2204.06745, section 2.1; names as in published checkpoints.
 """
@@ -13,7 +13,7 @@ from jattn.interop.family import SIZES, Family, activation, numbers, refuse, ref
 
 
 def config(options: Mapping[str, Any]) -> Config:
-    """The sizes in a GPT-NeoX's config."""
+    """The sizes in a GPT-NeoX config."""
     sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"})
     refuse(options, attention_bias=True)
     refuse_others(
@@ -36,7 +36,7 @@ def config(options: Mapping[str, Any]) -> Config:
 
 
 def by_head(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
-    """Query, key and value from a fused projection in which each head's three stand together."""
+    """Query, key and value from a fused projection in which each head's three are adjacent."""
     parts = x.reshape(*x.shape[:-1], -1, 3, head_dim)
     return [parts[..., i, :].reshape(*x.shape[:-1], width) for i, width in enumerate(widths)]
 

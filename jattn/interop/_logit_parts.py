@@ -16,7 +16,7 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
     """Direct logit attribution of a ``Transformer``: what each part adds to a logit, from one forward pass.
 
     Args:
-        model: a model with a norm at the end. Norms on the stream itself, as in BERT, leave no sum of parts.
+        model: a model with a norm at the end. With norms on the stream itself, as in BERT, no sum of parts exists.
         tokens: integers ``[B,T]``.
         directions: ``[M]``, or an array that broadcasts to ``[B,T,M]``, such as ``[B,1,M]``: rows of
             ``model.output_embedding()``, or differences of rows.
@@ -24,12 +24,12 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
 
     Returns:
         A dict: ``"embedding" [B,T]``, including positions and token types; ``"heads" [L,B,T,N]``; ``"mlp" [L,B,T]``;
-        ``"bias" [B,T]``, of all attention outputs and the last norm. Their sum is the logit, before the model's soft
-        cap if it has one. The factors of norms on attention's output and of the last norm are held fixed
+        ``"bias" [B,T]``, from all attention outputs and the last norm. Their sum is the logit, before the model's soft
+        cap, if any. The factors of norms on attention outputs and of the last norm are held fixed
         (``jattn.heads.logit_attribution``).
 
     Raises:
-        ValueError: the model has norms on its stream itself, or ``directions`` has another shape.
+        ValueError: the model has norms on its stream itself, or ``directions`` has the wrong shape.
 
     Example:
         >>> from flax import nnx

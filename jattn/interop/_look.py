@@ -25,15 +25,15 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
         options: keywords of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
 
     Returns:
-        A list with a dict for each layer. It has ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``,
-        ``lse [B,T,N]`` and ``z [B,T,N,H]``, and those of the options ``is_causal``, ``mask``, ``local_window_size``,
-        ``score_mod``, ``scale`` and ``bias`` that the layer has, for ``heads.statistics`` and ``fold_weights``. The
-        mask hides the padding of ``valid``; query and key include ``input_positions``.
+        A list with one dict per layer. It has ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``,
+        ``lse [B,T,N]`` and ``z [B,T,N,H]``, and whichever of the options ``is_causal``, ``mask``,
+        ``local_window_size``, ``score_mod``, ``scale`` and ``bias`` the layer has, for ``heads.statistics`` and
+        ``fold_weights``. The mask hides the padding given by ``valid``; query and key include ``input_positions``.
 
     Raises:
         ValueError: a ``patch`` has a ``"pattern"``, which mixes the weights of two queries and keys; ``tokens`` or
-            options do not fit the model.
-        TypeError: ``cache`` is given, or an option that the model does not take.
+            options do not match the model.
+        TypeError: ``cache`` or an option unknown to the model is given.
 
     Example:
         >>> from flax import nnx
@@ -80,7 +80,7 @@ def _sown(
 
 
 def _score_options(model: Transformer, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of ``fold_weights`` that a layer has, from those of its attention call."""
+    """The options of ``fold_weights`` that a layer has, taken from those of its attention call."""
     mask = call.get("mask")
     options = {
         "mask": mask if mask is None or callable(mask) else jnp.asarray(mask, bool),

@@ -1,4 +1,4 @@
-"""The OLMo 2 family: norms of what attention and MLP add, and of the queries and keys of all heads together.
+"""The OLMo 2 family: norms of what attention and MLP add, and norms over the queries and keys of all heads together.
 
 Source: https://arxiv.org/abs/2501.00656, on its architecture; names as in published checkpoints.
 """
@@ -13,7 +13,7 @@ from jattn.interop.llama import LLAMA, QK_NORMS, READ, UNCHANGED, llama, refuse_
 
 
 def olmo2(options: Mapping[str, Any]) -> Config:
-    """The sizes in an OLMo 2's config."""
+    """The sizes in an OLMo 2 config."""
     refuse(options, sliding_window=None, mlp_bias=False)
     refuse_windows(options)
     refuse_others(options, *READ, *UNCHANGED)

@@ -16,9 +16,9 @@ _GATED = ("head_gate", "head_fill", "patch")  # a layer without them gets a gate
 def stack_options(
     per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int, shared: Mapping[str, Any]
 ) -> tuple[Any, Callable[[Sequence[Array]], dict[str, Any]]]:
-    """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options.
+    """The stacked arrays of all layers' options, and a function from one layer's arrays to its options.
 
-    ``shared``: options that a layer has unless it has its own.
+    ``shared``: options for layers that do not set their own.
     """
     if per_layer is None:
         return (), lambda arrays: {}
@@ -30,7 +30,7 @@ def stack_options(
         raise ValueError(
             f"per_layer must have the same masks and functions for every layer, got {structures[0]} and {other}"
         )
-    by_leaf = list(zip(*leaves, strict=True))  # of each leaf, its values in all layers
+    by_leaf = list(zip(*leaves, strict=True))  # each leaf's values in all layers
     is_array = [any(isinstance(leaf, jax.Array | np.ndarray) for leaf in values) for values in by_leaf]
     for leaf, *others in (values for values, array in zip(by_leaf, is_array, strict=True) if not array):
         if any(other is not leaf and other != leaf for other in others):
@@ -51,7 +51,7 @@ def stack_options(
 
 
 def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options of every layer, with gates of 1 for a layer that has no gate where another has one."""
+    """The options of every layer, with gates of 1 for layers without a gate that another layer has."""
     gates = {name: shared[name] for name in _GATED if name in shared}
     every: list[dict[str, Any]] = [
         {name: x for name, x in {**gates, **options}.items() if x is not None or name not in _GATED}
@@ -77,5 +77,5 @@ def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, A
 
 
 def _neutral(gate: Any, fill: Any) -> tuple[Any, Any]:
-    """A gate of 1, and a finite fill, of which the gate lets nothing through."""
+    """A gate of 1, and a finite fill that the gate blocks."""
     return jnp.ones_like(gate), jax.tree.map(jnp.zeros_like, fill)

@@ -1,4 +1,4 @@
-"""The Phi-3 family: a Llama with fused projections; those of 128k tokens have LongRoPE.
+"""The Phi-3 family: a Llama with fused projections, and LongRoPE in the 128k models.
 
 Source: https://arxiv.org/abs/2404.14219, section 2; names as in published checkpoints.
 """
@@ -14,7 +14,7 @@ from jattn.positions import LongRopeScaling
 
 
 def phi3(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Phi-3's config."""
+    """The sizes in a Phi-3 config."""
     refuse(options, attention_bias=False, mlp_bias=False)
     window = numbers(options, {}, {"window": "sliding_window"})
     refuse_windows(options, "sliding_attention" if window else "full_attention")
@@ -30,9 +30,9 @@ def phi3(options: Mapping[str, Any]) -> Config:
 
 
 def _entry(options: Mapping[str, Any], entry: Any) -> Any:
-    """An entry of the rotary positions as other families have it.
+    """A rotary-position entry in the form used by other families.
 
-    The first files call LongRoPE su or yarn. The length of the training is a key of the config, 4,096 by default.
+    Early files call LongRoPE su or yarn. The training length is a key of the config, 4,096 by default.
     """
     longrope = ("su", "yarn", "longrope")
     if not isinstance(entry, Mapping) or not any(entry.get(name) in longrope for name in ("rope_type", "type")):

@@ -1,8 +1,8 @@
-"""Computes ``dot_general`` with large weights that are stored in 16 bits.
+"""Computes ``dot_general`` with large weights stored in 16 bits.
 
-On a CPU, XLA converts a whole 16-bit weight to float32 before it multiplies, in every call. With few rows, as in
-decoding, that takes several times as long as reading it. XLA fuses a sum of elementwise products with the conversion,
-so it reads the weight once, in 16 bits.
+On a CPU, XLA converts the whole 16-bit weight to float32 before multiplying, in every call. With few rows, as in
+decoding, the conversion takes several times as long as reading the weight. XLA fuses a sum of elementwise products with
+the conversion, so it reads the weight once, in 16 bits.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax import Array
 
 from jattn.sharding import _dot_general as sharded
 
-FEW = 4  # rows; the weight is read once for each
-LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when they are converted
+FEW = 4  # rows; the weight is read once per row
+LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when converted
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, **options: Any) -> Array:

@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 
 
 def track(items: Iterable[Item], what: str, show: bool) -> Iterator[Item]:
-    """Yields the items. On a terminal, a line of stderr says how many are done."""
+    """Yields the items and, on a terminal, shows on stderr how many are done."""
     every = list(items)
     show = show and sys.stderr.isatty()
     for done, item in enumerate(every):

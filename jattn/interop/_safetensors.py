@@ -19,10 +19,10 @@ _INDEX = "model.safetensors.index.json"
 def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of the model in ``folder`` by name, except those that match ``exclude``; and the config.
 
-    A tensor is read once it is sliced.
+    A tensor is read when it is sliced.
 
-    They come from ``model.safetensors``; without that file from the files that an index names; without either from all
-    ``*.safetensors``. Raises as ``load``.
+    Tensors come from ``model.safetensors``, or else from the files named in an index, or else from all
+    ``*.safetensors``. Raises the same errors as ``load``.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -40,7 +40,7 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
     sources: dict[str, Path] = {}
     for file in files:
         try:
-            opened = safe_open(file, framework="flax")  # NumPy's has no bfloat16
+            opened = safe_open(file, framework="flax")  # NumPy has no bfloat16
             wanted = [name for name in opened.keys() if where.get(name, file.name) == file.name]
             loaded = {name: _StoredTensor(opened, name) for name in wanted if not exclude.search(name)}
         except (SafetensorError, ValueError, TypeError) as error:
@@ -61,21 +61,21 @@ _DTYPES = {
 
 
 class _StoredTensor:
-    """A tensor of an open file."""
+    """A tensor in an open file."""
 
     def __init__(self, opened: Any, name: str):
         self.stored = opened.get_slice(name)
         self.shape = tuple(self.stored.get_shape())
         self.stored_as = self.stored.get_dtype()
-        self.dtype = np.dtype(_DTYPES.get(self.stored_as, object))  # object: of a format that is not read
+        self.dtype = np.dtype(_DTYPES.get(self.stored_as, object))  # object: an unsupported format
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # not by way of an accelerator
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # not through an accelerator
             return np.asarray(self.stored[rows])
 
 
 def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
-    """The files to read, and the file of each tensor in an index that is followed."""
+    """The files to read, and the file of each tensor if an index is used."""
     whole, index = folder / "model.safetensors", folder / _INDEX
     if whole.is_file():
         return [whole], {}

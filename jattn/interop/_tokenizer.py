@@ -11,22 +11,22 @@ from jattn.interop._gguf_tokenizer import gguf_tokenizer
 
 
 def tokenizer(source: str | Path) -> Any:
-    """Loads the tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
+    """Loads the ``tokenizers.Tokenizer`` in a folder (``tokenizer.json``) or a GGUF file.
 
-    The tokenizer of a GGUF file adds a first and a last token to a text if the file says so (``add_bos_token``,
-    ``add_eos_token``), like llama.cpp; ``encode(text, add_special_tokens=False)`` omits them. Like llama.cpp, it drops
-    a byte that has no token in the vocabulary.
+    Like llama.cpp, the tokenizer of a GGUF file adds a first and a last token to a text if the file says so
+    (``add_bos_token``, ``add_eos_token``), and drops bytes that have no token in the vocabulary.
+    ``encode(text, add_special_tokens=False)`` omits the added tokens.
 
-    The names of control tokens in a text, such as ``<|im_end|>``, become these tokens. For text from other people,
-    which must not end a turn, set ``tokenizer.encode_special_tokens = True``: the names are then split like other text.
+    The names of control tokens in a text, such as ``<|im_end|>``, become these tokens. For untrusted text, which must
+    not end a turn, set ``tokenizer.encode_special_tokens = True``: the names are then split like other text.
 
     Args:
-        source: the folder, or the file ``*.gguf``, as for ``jattn.interop.load``.
+        source: the folder or ``*.gguf`` file, as for ``jattn.interop.load``.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or its kind of vocabulary or splitting is unknown.
-        ImportError: tokenizers is not installed, or gguf for a GGUF file.
+        ImportError: tokenizers, or gguf for a GGUF file, is not installed.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -48,7 +48,7 @@ def tokenizer(source: str | Path) -> Any:
         raise FileNotFoundError(f"no tokenizer.json in {str(source)!r}; expected the folder of a saved model")
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more exact
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} is damaged or not a tokenizer: {error}") from error
 
 
@@ -89,7 +89,7 @@ def _role_and_text(message: Any) -> Sequence[str]:
 
 
 _PRINTABLE = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
-# GPT-2's letter for each byte: byte-level tokens are named by these, " cat" is "Ġcat".
+# GPT-2's letter for each byte, used in the names of byte-level tokens: " cat" is "Ġcat".
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
 _CONTROL_PICTURES = {i: 0x2400 + i for i in range(0x20)} | {ord("\n"): "↵", ord("\t"): "⇥"}
@@ -98,18 +98,18 @@ _CONTROL_PICTURES = {i: 0x2400 + i for i in range(0x20)} | {ord("\n"): "↵", or
 def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[list[str]]:
     """The label of each token in a picture: its text.
 
-    Tokens of a byte-level tokenizer may be parts of a character. The label of such a token is the whole character and
-    the numbers of the bytes that the token has, such as "猫₁₂" and "猫₃" for two tokens. Bytes that form no character
-    in this text get labels like "<0xE7>".
+    Tokens of a byte-level tokenizer may be parts of a character. Such a token is labelled with the whole character and
+    the numbers of the token's bytes, such as "猫₁₂" and "猫₃" for two tokens. Bytes that form no character in this text
+    get labels like "<0xE7>".
 
     Args:
-        argument: the name of ``tokens`` for errors.
-        tokens: of each sequence, ids or the tokenizer's own strings. Other strings stay as they are.
-        tokenizer: of ``tokenizers`` or ``transformers``; None: ids are called by their numbers.
+        argument: the name of ``tokens`` in error messages.
+        tokens: for each sequence, ids or the tokenizer's own strings. Other strings stay as they are.
+        tokenizer: from ``tokenizers`` or ``transformers``; None labels ids by their numbers.
 
     Raises:
         TypeError: the tokenizer has no ``decode``.
-        ValueError: a negative id.
+        ValueError: an id is negative.
     """
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise TypeError(
@@ -126,7 +126,7 @@ def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[l
             i = token
         else:
             i = id_of(token) if id_of and name_of else None
-            # transformers has an id for strings that it does not know.
+            # transformers has an id for unknown strings.
             if i is None or name_of is None or name_of(i) != token:
                 return token.encode()
         if i < 0:
@@ -138,19 +138,19 @@ def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[l
 
 
 def _content(i: int, text: str, name: str | None) -> bytes:
-    """The bytes of a token, by its text alone and its name, which has what decoding it alone loses."""
-    if "\ufffd" in text and "\ufffd" not in (name or ""):  # not of whole characters
-        if name and (byte := re.fullmatch("<0x([0-9A-F]{2})>", name)):  # of SentencePiece
+    """The bytes of a token, from its text alone and its name, which keeps what decoding it alone loses."""
+    if "\ufffd" in text and "\ufffd" not in (name or ""):  # not whole characters
+        if name and (byte := re.fullmatch("<0x([0-9A-F]{2})>", name)):  # SentencePiece's
             return bytes.fromhex(byte[1])
         if name and all(letter in _BYTES for letter in name):
             return bytes(_BYTES[letter] for letter in name)
         return re.sub("\ufffd+", f"<token {i}>", text).encode()
-    spaced = name is not None and name.startswith(("\u0120", "\u2581"))  # of byte-level pairs, of SentencePiece
+    spaced = name is not None and name.startswith(("\u0120", "\u2581"))  # byte-level pairs, SentencePiece
     return (f" {text}" if spaced and not text.startswith(" ") else text).encode()
 
 
 def _with_parts(tokens: Sequence[bytes]) -> list[str]:
-    """Consecutive tokens as text, with the characters that are spread over several of them in each."""
+    """Consecutive tokens as text; a character spread over several tokens appears in each of them."""
     try:
         return [token.decode() for token in tokens]
     except UnicodeDecodeError:

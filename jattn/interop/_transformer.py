@@ -1,4 +1,4 @@
-"""Implements the Transformer of all families: one compiled layer of each kind, scanned over all layers."""
+"""Implements the Transformer for all families: one compiled layer of each kind, scanned over all layers."""
 
 import dataclasses
 import functools
@@ -24,11 +24,11 @@ from jattn.positions import at_length
 
 
 class Transformer(nnx.Module):
-    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, of any family that ``Config`` describes.
+    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, for any family that ``Config`` describes.
 
     ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
-    over them, so it compiles a single layer, or two if only some layers have a window (``Config.local``). What the
-    layers sow also has the leading axis.
+    over them, so it compiles a single layer, or two if only some layers have a window (``Config.local``). Values sown
+    by the layers also have the leading axis.
 
     Args:
         config: the sizes and the kind, such as ``model.config`` of another model.
@@ -74,25 +74,25 @@ class Transformer(nnx.Module):
         """The final hidden states ``[B,T,M]`` of ``tokens``, integers ``[B,T]``.
 
         Args:
-            tokens: ids from 0 to ``config.vocabulary - 1``. An id, type or learned position outside of its table gives
+            tokens: ids from 0 to ``config.vocabulary - 1``. An id, type or learned position outside its table gives
                 NaN. If positions are learned, T is at most ``config.max_length``.
-            valid: bool ``[B,T]``: False for padding, on either side. No query sees padding, and it takes no learned
-                position. Its ids may be any integers: outside of a table, the nearest row is read.
+            valid: bool ``[B,T]``: False for padding, on either side. No query sees padding, and padding takes no
+                learned position. Its ids may be any integers: outside a table, the nearest row is read.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
             per_layer: a list with the options of each layer's attention call, such as ``head_gate``
-                (``jattn.heads.ablate``). A layer may lack ``head_gate``, ``head_fill`` or ``patch``: it then has gates
-                of 1, which change nothing. Give other options to every layer or to none, with the same functions and
-                arrays of one shape.
+                (``jattn.heads.ablate``). A layer without ``head_gate``, ``head_fill`` or ``patch`` gets gates of 1,
+                which change nothing. Give other options to every layer or to none, with the same functions and arrays
+                of the same shape.
             cache: a ``KVCache`` of the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``,
                 and tokens that are not ``valid`` take no slot.
             attention: options of every layer's attention call, such as ``sow_weights``; ``score_mod``, ``scale`` and
-                ``local_window_size`` replace the model's own. Let ``input_positions`` start again in each document of a
+                ``local_window_size`` replace the model's own. Let ``input_positions`` restart in each document of a
                 packed row (``mask=Segments(ids)``); masks see slots. ``sow_parts`` sows ``residual_parts`` of every
                 layer, and ``last_stream``, the input of the last norm.
 
         Raises:
-            ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer, or layers differ in more than gates; the cache belongs to another model.
+            ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have one
+                entry per layer, or layers differ in more than gates; the cache belongs to another model.
             TypeError: ``decode`` is given, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
@@ -130,12 +130,12 @@ class Transformer(nnx.Module):
         first_tokens: int = 0,
         sharding: NamedSharding | None = None,
     ) -> KVCache:
-        """An empty cache of all layers: a ``KVCache`` with keys and values ``[L,B,C,K,H]``.
+        """An empty cache for all layers: a ``KVCache`` with keys and values ``[L,B,C,K,H]``.
 
         Args:
             batch_size: B, the number of sequences.
             capacity: C, the number of tokens that fit.
-            dtype: of the cache; that of the parameters by default.
+            dtype: the dtype of the cache; by default the dtype of the parameters.
             rolling: keep the last ``capacity`` tokens and drop older ones.
             first_tokens: the number of first tokens that a rolling cache always keeps.
             sharding: the ``NamedSharding`` of B, C and K of one layer.
@@ -168,7 +168,7 @@ class Transformer(nnx.Module):
         return dataclasses.replace(one, key=key, value=value)
 
     def embed(self, tokens: Array) -> Array:
-        """The input ``[B,T,M]`` of the first layer for ``tokens [B,T]``, without padding and a cache."""
+        """The input ``[B,T,M]`` of the first layer for ``tokens [B,T]``, without padding or a cache."""
         return self._embedded(tokens, None, None, None, None)
 
     def unembed(self, x: Array) -> Array:
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def output_embedding(self) -> Array:
-        """``[vocabulary, M]``, a row for each logit; the input embedding if the config ties the two.
+        """``[vocabulary, M]``, one row per logit; the input embedding if the config ties the two.
 
         Raises:
             ValueError: the checkpoint has no output embedding, and its config does not tie it to the input embedding.
@@ -205,7 +205,7 @@ class Transformer(nnx.Module):
         return self.token_embed.embedding[...]
 
     def pooled(self, hidden: Array) -> Array:
-        """BERT's pooler, ``tanh(W x + b)`` of the first token of ``hidden [B,T,M]``: ``[B,M]``.
+        """BERT's pooler, ``tanh(W x + b)`` on the first token of ``hidden [B,T,M]``: ``[B,M]``.
 
         Raises:
             ValueError: the checkpoint has no pooler.
@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def layer(self, index: int) -> Block:
-        """A copy of layer ``index``, with its rotary positions. Its window is not part of it: pass it in the call."""
+        """A copy of layer ``index``, with its rotary positions but without its window: pass that in the call."""
         graph, state = nnx.split(self.layers)
         index = range(self.config.num_layers)[index]
         block = nnx.merge(graph, jax.tree.map(lambda x: x[index], state))
@@ -247,7 +247,7 @@ class Transformer(nnx.Module):
     def _through_layers(
         self, x: Array, options: Mapping[str, Any], per_layer: Any, cache: KVCache | None, valid: Array | None
     ) -> tuple[Array, KVCache | None]:
-        """A scan over the layers. All layers' cache goes from step to step, so that XLA writes into it in place."""
+        """Scans over the layers. The cache of all layers is carried from step to step, so XLA writes it in place."""
         config, L = self.config, self.config.num_layers
         arrays, options_of = stack_options(per_layer, L, options)
         graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
@@ -256,7 +256,7 @@ class Transformer(nnx.Module):
             (x, held), (i, local, parameters, option_arrays) = carry, entry
 
             def of_kind(local: bool) -> tuple[Array, tuple, Any]:
-                # A layer must not see what was sown before. Sowing changes it in place, so each call has its own.
+                # A layer must not see earlier sown values. Sowing changes it in place, so each call has its own copy.
                 nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
                 block = nnx.merge(graph, nothing, parameters)
                 if local and config.local_position is not None:
@@ -269,11 +269,11 @@ class Transformer(nnx.Module):
                     of_layer = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
                     y, new = block(x, **call, cache=of_layer, valid=valid)
                     new = new.key, new.value
-                # Parameters or a cache of more bits do not change the stream's dtype.
+                # Parameters or a cache with more bits do not change the stream's dtype.
                 return y.astype(x.dtype), new, nnx.state(block, nnx.Intermediate)
 
             kinds = set(config.is_local)
-            # Two programs, so that in each the window is known to the kernels and empty blocks are not visited.
+            # Two programs, so that kernels know the window in each and skip empty blocks.
             by_kind = [functools.partial(of_kind, kind) for kind in (True, False)]
             y, held, sown = of_kind(kinds.pop()) if len(kinds) == 1 else jax.lax.cond(local, *by_kind)
             return (y, held), sown
@@ -290,7 +290,7 @@ class Transformer(nnx.Module):
         return x, dataclasses.replace(cache, key=key, value=value, length=length)
 
     def _check_cache(self, cache: KVCache | None, tokens: Array, valid: Array | None) -> None:
-        """Raises ``ValueError`` if the cache is another model's or batch's, or full; under ``jit`` as ``append``."""
+        """Raises ``ValueError`` if the cache is full or from another model or batch; under ``jit``, see ``append``."""
         if cache is None:
             return
         L, B = self.config.num_layers, tokens.shape[0]
@@ -309,16 +309,16 @@ def _length_after(cache: KVCache, tokens: int, valid: Array | None) -> Any:
 
 
 def _emptied(variable: Any) -> Any:
-    """A variable of ``Module.sow``, or of ``nnx.capture``, without what was sown."""
+    """A variable of ``Module.sow``, or of ``nnx.capture``, without the sown values."""
     return variable.replace({} if isinstance(variable.get_value(), dict) else ())
 
 
 def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
-    """The rows of a table in its own dtype; the module's call casts to that which it was made with.
+    """The rows of a table in its own dtype; the module's call would cast to the module's dtype.
 
-    NaN for an index outside of the table, at either end; for padding the nearest row, so that gradients stay finite.
-    Looked up in at least float32, so that the gradient of a frequent row is a sum in float32: in bfloat16 a sum of ones
-    would stop at 256.
+    NaN for an index outside the table, at either end; for padding the nearest row, so that gradients stay finite.
+    Rows are looked up in at least float32, so that the gradient of a frequent row is a sum in float32: in bfloat16, a
+    sum of ones would stop at 256.
     """
     stored = embed.embedding[...]
     table = stored.astype(softmax_dtype(stored))

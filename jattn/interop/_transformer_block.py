@@ -64,7 +64,7 @@ class Block(nnx.Module):
     def __call__(self, x: Array, *, sow_parts: bool = False, **attention: Any) -> Any:
         """The layer's output ``[B,T,M]`` for ``x [B,T,M]``; with ``cache=``, ``(output, cache)``.
 
-        ``attention``: options of the attention's call. ``sow_parts``: sow ``residual_parts``: the layer's ``input``,
+        ``attention``: options of the attention call. ``sow_parts``: sow ``residual_parts``: the layer's ``input``,
         the output of its attention before ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
         """
         before = x

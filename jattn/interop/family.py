@@ -1,4 +1,4 @@
-"""Defines ``Family``: how one family of models names its configuration and its tensors."""
+"""Defines ``Family``: how a family of models names its configuration and its tensors."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from jattn.positions import DynamicScaling, LinearScaling, Llama3Scaling, LongRo
 
 # The kinds of layers in ``layer_types``.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-# Where most families' configs have the sizes of a ``Config``.
+# The keys of a ``Config``'s sizes in most families' configs.
 SIZES: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -20,7 +20,7 @@ SIZES: Mapping[str, str] = {
     "vocabulary": "vocab_size",
     "max_length": "max_position_embeddings",
 }
-# Keys of any config that do not change what the model computes: about training, generation, files and tools.
+# Config keys that do not change what the model computes, for training, generation, files and tools.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path _num_labels
@@ -39,7 +39,7 @@ HARMLESS = frozenset(
     unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attn use_return_dict
     """.split()
 )
-# Those of the rotary positions, by kind.
+# Keys of the rotary positions, by kind.
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _ROTARY = {
@@ -53,7 +53,7 @@ _ROTARY = {
 
 
 def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
-    """Query, key and value ``[..., width]`` from a fused projection ``[..., sum(widths)]``, one after the other."""
+    """Query, key and value ``[..., width]`` from a fused projection ``[..., sum(widths)]``, one after another."""
     return np.split(x, np.cumsum(widths)[:-1], axis=-1)
 
 
@@ -61,20 +61,20 @@ def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.nd
 class Family:
     """The names in the ``config.json`` and the checkpoints of one family.
 
-    Modules have a weight and possibly a bias. If a checkpoint lacks a module, ``Config`` must say that the model has
+    Modules have a weight and possibly a bias. If a checkpoint lacks a module, ``Config`` must state that the model has
     none. ``"attention.fused"`` is one module for query, key and value, ``"mlp_fused"`` for the MLP's gate and input.
 
     Attributes:
         name: ``model_type`` in the config.
-        config: reads the config; raises ``ValueError`` for what the model does not support (``numbers``, ``refuse``),
+        config: reads the config; raises ``ValueError`` for unsupported values (``numbers``, ``refuse``),
             and for unknown keys, if it calls ``refuse_others``.
         modules: maps the path of each module in ``Transformer`` to its possible names in a checkpoint.
         layer: the same for the modules of a layer, with ``{}`` for the number of the layer.
-        fused: ``(x [...,in], widths, head_dim)``: splits a fused projection; by default in consecutive blocks.
+        fused: ``(x [...,in], widths, head_dim)``: splits a fused projection; by default into consecutive blocks.
         inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, like PyTorch's Linear.
-        prefixes: prefixes of names in models with a task head; the first that matches a name is removed.
+        prefixes: name prefixes in models with a task head; the first that matches a name is removed.
         skipped: prefixes of tensors that are not part of the text model, such as those for images.
-        norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``, because the
+        norm_offset: added to the norms' weights: 1 if a checkpoint's norms multiply by ``1 + weight``, because the
             norms here multiply by the scale.
 
     Example:
@@ -144,17 +144,17 @@ def activation(config: Mapping[str, Any], key: str, default: str | None = None) 
 
 
 def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: float = 1.0) -> Rotary:
-    """Rotary positions as a config says; newer ones keep base, fraction and scaling in one entry.
+    """The rotary positions of a config; newer configs keep base, fraction and scaling in one entry.
 
     Raises:
-        ValueError: there are two scalings, or the scaling is unknown or has unknown entries, such as one for each type
-            of layer; a number is not positive.
+        ValueError: there are two scalings; the scaling is unknown or has unknown entries, such as one per type of
+            layer; a number is not positive.
     """
     entries = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"rope_parameters and rope_scaling must be dicts, got {entries}")
     merged: dict[str, Any] = {**entries[1], **entries[0]}
-    if all(entries) and entries[0] != entries[1]:  # transformers 5.24 takes rope_scaling, and nothing of the other
+    if all(entries) and entries[0] != entries[1]:  # transformers 5.24 takes rope_scaling alone
         raise ValueError(f"rope_parameters and rope_scaling of this config differ: {entries[0]} and {entries[1]}")
     named = [entry[key] for entry in entries for key in ("rope_type", "type") if key in entry]
     kinds = [kind for at, kind in enumerate(named) if kind != "default" and kind not in named[:at]]
@@ -181,7 +181,7 @@ def _scaling(kind: str, entry: Mapping[str, Any], trained: Any) -> Any:
     if kind == "longrope":
         original = int(_number(entry, _ORIGINAL))
         factor = _number(entry, "factor", _number({}, "max_position_embeddings", trained) / original)
-        # That of Phi-3's published code.
+        # As in Phi-3's published code.
         stretched = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 < original else 1.0
         short, long = (_factors(entry, name) for name in ("short_factor", "long_factor"))
         return LongRopeScaling(short, long, original, _number(entry, "attention_factor", stretched))
@@ -222,7 +222,7 @@ def _factors(entry: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def local_layers(options: Mapping[str, Any], num_layers: int, default: Sequence[str]) -> list[bool]:
-    """Whether each layer has the window: as ``layer_types`` says, or else the ``default``."""
+    """Whether each layer has the window, according to ``layer_types`` or else the ``default``."""
     kinds = default if options.get("layer_types") is None else options["layer_types"]
     known = isinstance(kinds, list | tuple) and all(kind in (LOCAL, GLOBAL) for kind in kinds)
     if not known or len(kinds) != num_layers:
@@ -242,9 +242,9 @@ def of_whole_heads(position: Rotary) -> Rotary:
 
 
 def refuse(config: Mapping[str, Any], **supported: Any) -> None:
-    """Raises ``ValueError`` if a key is in the config with another value than the one supported.
+    """Raises ``ValueError`` if a key of the config has an unsupported value.
 
-    A null counts as a missing key, unless the supported value is True or a name: then it may mean false, or none.
+    A null counts as a missing key, unless the supported value is True or a name, where null may mean false or none.
     """
     for key, value in supported.items():
         missing = config.get(key) is None and value is not True and not isinstance(value, str)

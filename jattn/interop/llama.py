@@ -27,7 +27,7 @@ from jattn.interop.family import (
 
 
 def llama(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Llama's config."""
+    """The sizes in a Llama config."""
     of_heads = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"}, of_heads)
     refuse(options, **UNCHANGED)
@@ -53,8 +53,8 @@ def llama(options: Mapping[str, Any]) -> Config:
 
 
 def mistral(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Mistral's config: a Llama with a window, of 4096 tokens by default; null means no window."""
-    options = {"sliding_window": 4096, **options}  # the family's default, MistralConfig's in transformers 5.24
+    """The sizes in a Mistral config: a Llama with a window of 4096 tokens by default; null means no window."""
+    options = {"sliding_window": 4096, **options}  # the default of MistralConfig in transformers 5.24
     window = numbers(options, {}, {"window": "sliding_window"})
     refuse_windows(options, "sliding_attention" if window else "full_attention")
     refuse_others(options, *READ, *UNCHANGED)
@@ -62,7 +62,7 @@ def mistral(options: Mapping[str, Any]) -> Config:
 
 
 def qwen2(options: Mapping[str, Any]) -> Config:
-    """The sizes in a Qwen2's config: a Llama with biases of query, key and value."""
+    """The sizes in a Qwen2 config: a Llama with biases of query, key and value."""
     refuse(options, use_mrope=False)
     refuse_others(options, *READ, *UNCHANGED, *_WINDOWS, "use_mrope")
     return dataclasses.replace(llama(options), qkv_bias=True, **_windows(options))
@@ -72,7 +72,7 @@ def qwen3(options: Mapping[str, Any]) -> Config:
     """The sizes in the config of a Qwen3 without experts: a Llama with norms of each head's queries and keys."""
     refuse(options, mlp_bias=False)
     refuse_others(options, *READ, *UNCHANGED, *_WINDOWS)
-    numbers(options, {"head_dim": "head_dim"})  # need not be model_dim / num_heads, so it must be said
+    numbers(options, {"head_dim": "head_dim"})  # may differ from model_dim / num_heads, so it is required
     return dataclasses.replace(llama(options), qk_norm="head", **_windows(options))
 
 
@@ -82,8 +82,9 @@ _WINDOWS = ("use_sliding_window", "max_window_layers")
 def _windows(options: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers of a Qwen have a window, as in ``Qwen2Config`` of transformers 5.24.
 
-    Without ``use_sliding_window`` no layer has one, whatever the other keys say. Otherwise those that ``layer_types``
-    lists, or else layer ``max_window_layers`` (28 by default) and later ones. The window is 4,096 by default.
+    Without ``use_sliding_window``, no layer has one, whatever the other keys say. Otherwise the layers listed in
+    ``layer_types`` do, or else layer ``max_window_layers`` (28 by default) and later ones. The window is 4,096 by
+    default.
     """
     used = options.get("use_sliding_window", False)
     if not isinstance(used, bool):
@@ -106,7 +107,7 @@ READ = (
     "tie_word_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters", "rope_scaling",
     "sliding_window", "layer_types",
 )  # fmt: skip
-# What derived models add under this family's name, and its value where it changes nothing.
+# Keys that derived models add under this family's name, with the values that change nothing.
 UNCHANGED = {
     "partial_rotary_factor": 1.0, "attention_multiplier": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
     "logits_scaling": 1.0, "no_rope_layers": None, "qk_norm": False, "is_causal": True,
@@ -117,7 +118,7 @@ UNCHANGED = {
 
 
 def refuse_windows(options: Mapping[str, Any], kind: str = "full_attention") -> None:
-    """Raises ``ValueError`` unless all layers attend in one way."""
+    """Raises ``ValueError`` unless all layers attend in the same way."""
     layers = options.get("layer_types")
     if layers is not None and not (isinstance(layers, list | tuple) and all(one == kind for one in layers)):
         raise ValueError(f"layer_types is {layers!r} in this config, which the model here does not support")

@@ -1,6 +1,6 @@
 """Implementations of attention, one per file or folder, behind one interface.
 
-``kernel.py`` is the base class and says how to write one; ``dispatch.py`` has their names and takes one of them.
+``kernel.py`` has the base class and describes how to write one; ``dispatch.py`` has their names and selects one.
 """
 
 from jattn._core.call import Call

@@ -18,10 +18,10 @@ from jattn.kernels.kernel import MIN_PAIRS, MIN_SCORES, ReducingKernel, Results
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(ReducingKernel):
-    """``implementation=``: ``"blockwise"`` with your own block sizes.
+    """``implementation=``: ``"blockwise"`` with custom block sizes.
 
-    ``block_sizes``: queries and keys per block; by default chosen from T, S and the platform
-    (``jattn._blocks.block_lists.choose_blocks``). It changes results only by rounding.
+    ``block_sizes``: queries and keys per block; by default, chosen from T, S and the platform
+    (``jattn._blocks.block_lists.choose_blocks``). Results differ only by rounding.
     """
 
     name: ClassVar[str] = "blockwise"
@@ -39,7 +39,7 @@ class Blockwise(ReducingKernel):
         return online_softmax.forward(platform, call, self.block_sizes, with_error=True)
 
     def describe_work(self, platform: str, call: Call) -> str:
-        """By the tables of its blocks."""
+        """Based on its block tables."""
         blocks = plan_call(platform, call, self.block_sizes, forward=True).blocks
         return describe_work(blocks, (call.query.shape[1], call.key.shape[1]))
 

@@ -1,12 +1,12 @@
 """``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
 
 It supports only the kernel's own masks: with a mask added as a bias, rows without a visible key would be the mean of
-the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel, because the
-kernel's own scale must be known while tracing.
+the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel runs, because
+the kernel's own scale must be known while tracing.
 
-The log-sum-exp and the output, which the backward pass needs, are found among what ``jax.vjp`` of the kernel keeps:
-``jax.nn`` returns the first rounded to 16 bits and takes neither. Its backward kernel knows no cotangent of the
-log-sum-exp, so where that has one, and for every other derivative, ``jattn.kernels.blockwise`` computes it.
+The log-sum-exp and the output, which the backward pass needs, are found among the residuals of ``jax.vjp`` of the
+kernel: ``jax.nn`` returns the log-sum-exp rounded to 16 bits and accepts neither. Its backward kernel supports no
+cotangent of the log-sum-exp, so ``jattn.kernels.blockwise`` computes derivatives with such a cotangent, and all others.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from jattn.kernels.interface import Unsupported
 from jattn.kernels.kernel import Kernel, Results
 from jattn.masks import and_masks, interval
 
-# From this JAX on it is the default: before, it broadcast keys that a vmap shares wrongly.
+# The default from this version of JAX on: earlier versions wrongly broadcast keys shared under a vmap.
 OLDEST = (0, 11, 2)
 
 
 def fused(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-    """cuDNN's kernel. Its derivative must keep its log-sum-exp ``[B,N,T]`` in float32, and its output."""
+    """cuDNN's kernel. Its derivative must keep its output and, in float32, its log-sum-exp ``[B,N,T]``."""
     return jax.nn.dot_product_attention(query, key, value, implementation="cudnn", **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cudnn(Kernel):
-    """``implementation=``: ``"cudnn"``, with a function like ``fused`` in its place, which runs on every platform."""
+    """``implementation=``: ``"cudnn"``, replaced by a function like ``fused`` that runs on every platform."""
 
     name: ClassVar[str] = "cudnn"
     platform: ClassVar[str | None] = "gpu"
@@ -74,7 +74,7 @@ class Cudnn(Kernel):
         return self.refusal(call)
 
     def refusal(self, call: Call) -> str | None:
-        """What JAX says against this call where the program is compiled, or None: no cuDNN, or an older GPU."""
+        """JAX's objection to this call on the compilation platform (no cuDNN, or an older GPU), or None."""
         try:
             arrays, attend = _prepared(call, self.kernel)
             jax.eval_shape(lambda *x: jax.vjp(attend, *x)[0], *arrays)
@@ -83,7 +83,7 @@ class Cudnn(Kernel):
         return None
 
     def forward(self, platform: str, call: Call) -> Results:
-        """``row_max`` is the lse, so that ``row_sum`` is 1, or 0 where a query sees nothing."""
+        """``row_max`` is the lse, so ``row_sum`` is 1, or 0 where a query sees nothing."""
         T, visible = call.query.shape[1], _visible_rows(call)
         arrays, attend = _prepared(call, self.kernel)
         out, pull = jax.vjp(attend, *arrays)
@@ -95,7 +95,7 @@ class Cudnn(Kernel):
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """By cuDNN; by blockwise where the log-sum-exp has a cotangent."""
+        """Uses cuDNN, or blockwise where the log-sum-exp has a cotangent."""
         d_out, d_row_sum = cotangents
         if d_out is None or d_row_sum is not None:
             return super().backward(platform, call, results, cotangents)
@@ -107,7 +107,7 @@ class Cudnn(Kernel):
             x = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
             return pad_end(x, (*arrays[0].shape[:2], *x.shape[2:]))
 
-        # What the forward pass kept, in place of the same computed again, which XLA then removes.
+        # Reuses the forward pass's residuals in place of recomputed ones, which XLA then removes.
         again, pull = jax.vjp(attend, *arrays)
         out, lse = pad(results[0]), jnp.swapaxes(pad(results[1]), 1, 2)
         leaves, structure = jax.tree.flatten(pull)
@@ -123,7 +123,7 @@ class Cudnn(Kernel):
 def _prepared(
     call: Call, kernel: Callable[..., jax.Array]
 ) -> tuple[tuple[jax.Array, ...], Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]:
-    """What the kernel takes, and the kernel with its options."""
+    """The kernel's arguments, and the kernel with its options."""
     _, causal, left = _read_masks(call)
     (B, T), S = call.query.shape[:2], call.key.shape[1]
     query, key, value = _scaled(call.query, call), call.key, call.value
@@ -131,7 +131,7 @@ def _prepared(
     if real is not None:  # slots past the end may be NaN, and 0 * NaN is NaN
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
     query = jnp.where(_visible_rows(call)[..., None], query, jnp.zeros((), query.dtype))
-    if T % 2 or S % 2:  # JAX takes even lengths alone where it keeps the log-sum-exp, as if there were a bias
+    if T % 2 or S % 2:  # when keeping the log-sum-exp, JAX takes only even lengths, as with a bias
         query, key, value = (pad_end(x, (B, x.shape[1] + x.shape[1] % 2, *x.shape[2:])) for x in (query, key, value))
         query_lengths = jnp.full(B, T) if query_lengths is None else query_lengths
         kv_lengths = jnp.full(B, S) if kv_lengths is None else kv_lengths
@@ -146,7 +146,7 @@ def _prepared(
         try:
             with mod_semantics():
                 return kernel(query, key, value, **options)
-        except (NotImplementedError, RuntimeError) as reason:  # JAX's, about this GPU and its version of cuDNN
+        except (NotImplementedError, RuntimeError) as reason:  # from JAX, about this GPU and its cuDNN version
             raise Unsupported(f"implementation='cudnn' cannot do this: {reason}") from reason
 
     return (query, key, value), attend
@@ -161,7 +161,7 @@ def _scaled(query: jax.Array, call: Call) -> jax.Array:
 
 
 def _is_lse(x: Any, out: jax.Array) -> bool:
-    """Whether ``x``, among what a backward pass keeps, is the log-sum-exp ``[B,N,T]`` of this output."""
+    """Whether ``x``, a residual of the backward pass, is the log-sum-exp ``[B,N,T]`` of this output."""
     B, T, N, _ = out.shape
     return x.dtype == jnp.float32 and x.shape == (B, N, T)
 
@@ -176,7 +176,7 @@ def _real_keys(call: Call) -> jax.Array | None:
 def _read_masks(call: Call) -> tuple[bool, bool, int | None]:
     """The masks as ``(supported, causal, left)``; ``supported`` is False if cuDNN has no such mask.
 
-    They are compared by their intervals for the call's queries, so a mask of any class is supported that shows the
+    They are compared by their intervals for the call's queries, so a mask of any class is supported if it shows the
     same keys.
     """
     unsupported, (T, S) = (False, False, None), (call.query.shape[1], call.key.shape[1])
@@ -187,7 +187,7 @@ def _read_masks(call: Call) -> tuple[bool, bool, int | None]:
     rows, two = np.arange(T, dtype=np.int32), np.zeros((2, 1), np.int32)
     seen = interval(and_masks(*call.masks), two[:, :, None], two, rows)
     if seen is None or any(isinstance(end, jax.Array) or np.ndim(end) > 1 for end in seen):
-        return unsupported  # traced, or not the same for two sequences or heads
+        return unsupported  # traced, or different for two sequences or heads
     first, last = (np.broadcast_to(end, T).astype(np.int64) for end in seen)
     if (np.minimum(last, S - 1) != np.minimum(rows, S - 1)).any():
         return unsupported
@@ -198,9 +198,9 @@ def _read_masks(call: Call) -> tuple[bool, bool, int | None]:
 
 
 def _visible_rows(call: Call) -> Any:
-    """Bool ``[B,T,1]``: whether a query sees any key. cuDNN returns another result for rows that see none."""
+    """Bool ``[B,T,1]``: whether a query sees any key. cuDNN returns a different result for rows that see none."""
     (B, T), S, (_, _, left) = call.query.shape[:2], call.key.shape[1], _read_masks(call)
-    rows = np.arange(T)[None, :]  # in NumPy: without lengths, XLA sees that all are visible
+    rows = np.arange(T)[None, :]  # in NumPy: without lengths, XLA knows that all are visible
     ends = np.full((B, 1), S) if call.key_value_seq_lengths is None else call.key_value_seq_lengths[:, None]
     visible = (np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)) < ends
     if call.query_seq_lengths is not None:

@@ -1,9 +1,9 @@
-"""``"decode"``: few queries against many keys, one chunk of keys at a time, all heads of a chunk at once.
+"""``"decode"``: few queries against many keys, one chunk of keys at a time, with all heads of a chunk at once.
 
-With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
-that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
-``jattn._blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; it holds O(S) numbers and
-``[B,N,T,chunk]`` scores.
+With few queries, reading keys and values takes most of the time. Each chunk is therefore read once for all heads, and
+chunks seen by no query are not read: empty slots of a cache cost nothing. The sums over chunks follow
+``jattn._blocks.online_softmax``, and JAX differentiates them chunk by chunk. Supports every call; holds O(S) numbers
+and ``[B,N,T,chunk]`` scores.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from jattn._core.vmap import canonical, over_call
 from jattn._mods.arrays import Length
 from jattn.kernels.kernel import FEW, PlainKernel
 
-# It pays with at least this many numbers in the keys per query, and up to this T * K: multiplying all query heads with
-# all key heads then costs less than transposing the keys (measured on CPU).
+# It pays off with at least this many numbers in the keys per query, and up to this T * K: multiplying all query heads
+# by all key heads then costs less than transposing the keys (measured on CPU).
 MIN_KEYS, MAX_ROWS = 2**20, 64
-CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
+CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all 65536 slots full
 
 
 class Accumulator(NamedTuple):
@@ -45,7 +45,7 @@ class Accumulator(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decode(PlainKernel):
-    """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
+    """``implementation=``: ``"decode"`` with a custom chunk length, in keys. Derivatives are computed by JAX."""
 
     name: ClassVar[str] = "decode"
     pays_when: ClassVar[str] = (
@@ -77,7 +77,7 @@ class Decode(PlainKernel):
 
 
 def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
-    """The number of keys per chunk: a power of two, at least 128; for a symbolic batch, that of one sequence."""
+    """The number of keys per chunk: a power of two, at least 128; for a symbolic batch, as for one sequence."""
     batch = batch if isinstance(batch, int) else 1
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
@@ -86,7 +86,7 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
     products = Products(platform == "cpu" and not call.sharded, product_dtype(platform, call.key), call.precision)
     B, T, N, _ = call.query.shape
     _, S, K, H = call.key.shape
-    # Its gradient is summed over chunks before it is rounded.
+    # Its gradient is summed over chunks before rounding.
     call = dataclasses.replace(call, query=call.query.astype(softmax_dtype(call.query)))
     D, dtype = call.value.shape[-1], softmax_dtype(call.query)
     size = min(chunk or chunk_length(B, K, H), max(S, 1))
@@ -98,7 +98,7 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
         chunks, kinds = chunks[kinds > 0], kinds[kinds > 0]
 
     def visit(state: Accumulator, chunk: Array, masked: bool) -> Accumulator:
-        # The last chunk ends at S; keys that the chunk before already has are masked.
+        # The last chunk ends at S; keys already in the previous chunk are masked.
         first = jnp.minimum(chunk * size, S - size)
         return _add(state, _slice_keys(call, first, size, chunk * size if masked else None), products)
 
@@ -108,7 +108,7 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
         branches = [lambda x: x, lambda x: visit(x, chunk, True), lambda x: visit(x, chunk, False)]
         return jax.lax.switch(kind, branches, state), None
 
-    # The least float instead of -inf, because -inf - -inf is NaN.
+    # The lowest float instead of -inf, because -inf - -inf is NaN.
     state = Accumulator(
         acc=jnp.zeros((B, T, N, D), dtype),
         row_max=jnp.full((B, T, N), jnp.finfo(dtype).min, dtype),
@@ -117,15 +117,15 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
     if B * N * T and len(chunks):
         state, _ = jax.lax.scan(body, state, (jnp.asarray(chunks), jnp.asarray(kinds)))
     seen = state.row_sum != 0.0
-    row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1, so that quotient and log have finite derivatives
+    row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1 keeps the derivatives of quotient and log finite
     out = (state.acc / row_sum[..., None]).astype(call.value.dtype)
     return out, jnp.where(seen, state.row_max + jnp.log(row_sum), -jnp.inf)
 
 
 def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Call:
-    """The call for the ``size`` keys that begin at slot ``first``.
+    """The call for the ``size`` keys starting at slot ``first``.
 
-    With ``begin`` None, every query sees all of them. Otherwise they are masked, and hidden before slot ``begin``.
+    If ``begin`` is None, every query sees all of them. Otherwise, they are masked, and hidden before slot ``begin``.
     """
     columns = Chunk(first, size)
     part = dataclasses.replace(call.take(columns=columns), query_seq_lengths=None)  # also a mask array
@@ -139,14 +139,14 @@ def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Cal
 
 
 def _slots_of_layer(layer: Any, columns: Chunk, x: Array) -> Array:
-    """One layer of ``[L,B,S,K,...]`` in these slots."""
+    """These slots of one layer of ``[L,B,S,K,...]``."""
     _, B, _, K, H = x.shape
     at = [jnp.asarray(i, jnp.int32) for i in (layer, 0, columns.first, 0, 0)]
     return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
 
 
 def _add(state: Accumulator, call: Call, products: "Products") -> Accumulator:
-    """The state after one more chunk."""
+    """The state after another chunk."""
     query, key, value = call.query, call.key, call.value
     dtype, K = softmax_dtype(query), key.shape[2]
     visible = None
@@ -184,11 +184,11 @@ def _add(state: Accumulator, call: Call, products: "Products") -> Accumulator:
 
 
 class Products(NamedTuple):
-    """The two products of all heads of a chunk.
+    """The two products for all heads of a chunk.
 
-    ``together``: multiply every query head with every key head and keep the matching pairs. This reads the keys in
-    their own layout, where separate products would first transpose the whole chunk. For a single CPU device, on which
-    no heads lie elsewhere.
+    ``together``: multiply every query head by every key head and keep the matching pairs. This reads the keys in their
+    own layout, whereas separate products would first transpose the whole chunk. For a single CPU device, where all
+    heads are local.
     """
 
     together: bool

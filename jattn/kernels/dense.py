@@ -16,17 +16,17 @@ from jattn.kernels.kernel import PlainKernel
 
 @dataclasses.dataclass(frozen=True)
 class Dense(PlainKernel):
-    """``implementation="xla"``; holds the ``[B,N,T,S]`` weights in memory. Its derivatives are JAX's."""
+    """``implementation="xla"``; holds the ``[B,N,T,S]`` weights in memory. Derivatives are computed by JAX."""
 
     name: ClassVar[str] = "xla"
     wide_query: ClassVar[bool] = True
 
     def pays(self, call: Call) -> bool:
-        """Always: it is the last in every order."""
+        """Always true: this kernel is the last in every order."""
         return True
 
     def describe_work(self, platform: str, call: Call) -> str:
-        """All of it."""
+        """The whole matrix."""
         return "computes all pairs"
 
     def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
@@ -34,15 +34,15 @@ class Dense(PlainKernel):
 
 
 def weights(call: Call) -> tuple[jax.Array, jax.Array]:
-    """The weights ``[B,N,T,S]`` before dropout and ``lse [B,T,N]``, from the same expression as ``Dense.run``."""
+    """The pre-dropout weights ``[B,N,T,S]`` and ``lse [B,T,N]``, from the same expression as ``Dense.run``."""
     return _traced_or_compiled(_dense_weights, call)
 
 
 def _traced_or_compiled(fn: Callable[[Call], tuple[jax.Array, jax.Array]], call: Call) -> tuple[jax.Array, jax.Array]:
-    """``fn(call)``; an eager call is compiled once for all equal calls."""
+    """``fn(call)``; equal eager calls are compiled once."""
     traced = canonical(call)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(traced)):
-        return fn(call)  # the given one: inside jax.shard_map, plain functions see arrays as JAX types them
+        return fn(call)  # the original call: inside jax.shard_map, plain functions see arrays as typed by JAX
     return compiled(fn, traced)
 
 

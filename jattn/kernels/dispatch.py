@@ -1,4 +1,4 @@
-"""Chooses what ``jattn.dot_product_attention`` runs, from one table, read while tracing and at lowering."""
+"""Chooses what ``jattn.dot_product_attention`` runs, from one table read while tracing and at lowering."""
 
 import dataclasses
 import math
@@ -29,9 +29,9 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (Decode(), Blockwise(), Dense(), Cudnn(), Splash(), PallasTPU(), PallasGPU(), Native())
 }
-# What ``implementation=None`` takes on a platform: the first that pays off (``Kernel.pays``) and supports the call.
-# Kernels that others also run come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
-# passed over.
+# The candidates for ``implementation=None`` on each platform: the first that pays off (``Kernel.pays``) and supports
+# the call is taken. Widely used kernels come before our own. A kernel never run on its hardware (``Kernel.never_run``)
+# is skipped.
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "decode", "blockwise", "xla"),
     "cuda": ("cudnn", "pallas_gpu", "blockwise", "xla"),
@@ -42,19 +42,19 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch(ReducingKernel):
-    """``implementation=None``: what each platform takes, resolved when the program is lowered.
+    """``implementation=None``: the choice of each platform, resolved when the program is lowered.
 
-    If arrays other than query, key and value have gradients, all gradients are blockwise's, or JAX's of the dense
-    formula where blocks do not pay.
+    If arrays other than query, key and value have gradients, blockwise computes all gradients, or JAX differentiates
+    the dense formula where blocks do not pay off.
     """
 
-    name: ClassVar[str] = "by platform"  # no name to pass: it stands in no table
+    name: ClassVar[str] = "by platform"  # not a name to pass: no table contains it
     backward_is_for_qkv_alone: ClassVar[bool] = True
     returns_error: ClassVar[bool] = True
     wide_query: ClassVar[bool] = True
 
     def kernel(self, platform: str, call: Call) -> Kernel:
-        """What is taken for attention, for a canonical call in the program that is being lowered."""
+        """The attention kernel chosen for a canonical call in the program being lowered."""
 
         def takes(kernel: Kernel) -> bool:
             reason = kernel.unsupported_reason(call) or kernel.lowering_reason(platform)
@@ -84,7 +84,7 @@ class Dispatch(ReducingKernel):
         return kernel.backward(platform, call, results if kernel.returns_error else results[:3], cotangents)
 
     def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """That of the first kernel that reduces weights and supports this reduction."""
+        """From the first kernel that reduces weights and supports this reduction."""
         empty = 0 in (*call.query.shape, *call.key.shape)
 
         def takes(kernel: Kernel) -> bool:
@@ -98,21 +98,21 @@ class Dispatch(ReducingKernel):
 
 
 def _first(platform: str, call: Call, takes: Callable[[Kernel], bool]) -> Kernel:
-    """The first of ``ORDER`` that takes the call."""
-    several = call.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
+    """The first kernel in ``ORDER`` that takes the call."""
+    several = call.sharded or deferred.is_partitioned()  # a kernel for one platform runs on one device
     kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform])
     with without_mesh():
         return next(k for k in kernels if not (k.never_run or k.platform and several) and takes(k))
 
 
 def choose(call: Call, named: str | None) -> Kernel:
-    """The named implementation, or what each platform takes unasked.
+    """The named implementation, or each platform's default choice.
 
     Raises:
         Unsupported: the named implementation does not support the call.
     """
     if named is None:
-        # Only where a platform may take something else: ``Dispatch`` derives to any order by a rule of its own.
+        # Only where a platform may take something else: ``Dispatch`` has its own derivative rule, for any order.
         others = (IMPLEMENTATIONS[name] for name in ("decode", "blockwise", "native"))
         pays = any(kernel.pays(call) and kernel.unsupported_reason(call) is None for kernel in others)
         return Dispatch() if pays else IMPLEMENTATIONS["xla"]
@@ -123,7 +123,7 @@ def choose(call: Call, named: str | None) -> Kernel:
 
 
 def _taken(call: Call, platform: str, sharded: bool) -> str:
-    """The name of what ``choose(call, None)`` takes on a platform of ``PLATFORMS``."""
+    """The name of the kernel that ``choose(call, None)`` takes on a platform in ``PLATFORMS``."""
     lowered, platform_of = dataclasses.replace(canonical(call), sharded=sharded), PLATFORMS[platform][0]
     if choose(call, None).name == "xla":
         return "xla"
@@ -131,7 +131,7 @@ def _taken(call: Call, platform: str, sharded: bool) -> str:
 
 
 def explain_choice(call: Call, implementation: object, platform: str | None, sharded: bool) -> str:
-    """The choice on a platform, or on each, and the reasons against the others, one line each."""
+    """The choice on one or every platform, and the reasons against the other kernels, one line each."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
     platforms = tuple(PLATFORMS) if platform is None else (platform,)
@@ -168,7 +168,7 @@ def explain_choice(call: Call, implementation: object, platform: str | None, sha
 
 
 def _work(kernel: Kernel, call: Call, platforms: Sequence[str], sharded: bool) -> list[str]:
-    """How a kernel multiplies, and how much of the matrix under the masks, one line for all platforms that agree."""
+    """How a kernel multiplies, and how much of the masked matrix it computes, one line for all platforms that agree."""
     products = kernel.describe_products(call)
     lines = [] if products is None else [f"{kernel.name} {products}"]
     if not call.masks and not call.slot_masks:
@@ -207,7 +207,7 @@ def _where_it_pays(name: str, call: Call) -> str:
 
 
 def check_implementation(implementation: object) -> Implementation:
-    """An ``implementation`` given as an object, checked."""
+    """The checked ``implementation``, given as an object."""
     if isinstance(implementation, type) or not isinstance(implementation, Implementation):
         raise TypeError(
             f"implementation must be a name, an object with unsupported_reason and run, or None, got {implementation!r}"
@@ -216,7 +216,7 @@ def check_implementation(implementation: object) -> Implementation:
 
 
 def by_name(name: str) -> Kernel:
-    """The implementation of that name."""
+    """The implementation with this name."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
     return IMPLEMENTATIONS[name]

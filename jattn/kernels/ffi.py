@@ -1,4 +1,4 @@
-"""Calls a compiled kernel through XLA's foreign function interface; ``jax.vmap`` adds sequences, not calls."""
+"""Calls a compiled kernel through XLA's foreign function interface; ``jax.vmap`` adds sequences rather than calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 def call_once(
     name: str, settings: dict[str, Any], kinds: Sequence[str], shapes: Sequence[tuple], operands: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
-    """One call of a kernel, which ``jax.vmap`` turns into one call of more sequences.
+    """One kernel call, which ``jax.vmap`` turns into one call with more sequences.
 
-    ``kinds``: whether each sequence has its own entry on an operand's first axis, may share one, or there is no entry.
+    ``kinds``: whether each sequence has its own entry on an operand's first axis, may share an entry, or has none.
     """
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     B = shapes[0][0]
@@ -32,7 +32,7 @@ def call_once(
             return jnp.broadcast_to(x, (size, B, *x.shape[2:])).reshape(size * B, *x.shape[2:])
 
         def is_copied(x: jax.Array, batched: bool, kind: str) -> bool:
-            """Whether a bias or a mask array would be copied, which some sequences share."""
+            """Whether a bias or mask array shared by some sequences would be copied."""
             if kind != "shared" or x.size == 0 or x.ndim - batched != 4:
                 return False
             return x.shape[1] < B if batched else x.shape[0] > 1

@@ -1,4 +1,4 @@
-"""Defines the interface of an implementation: what ``implementation=`` needs, and what jattn can also use."""
+"""Defines the interface of an implementation: what ``implementation=`` requires, and optional methods used by jattn."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -27,7 +27,7 @@ class Unsupported(NotImplementedError):
 
 @runtime_checkable
 class Implementation(Protocol):
-    """What is passed as ``implementation=``: a ``Kernel``, or any object with these two methods."""
+    """The type of ``implementation=``: a ``Kernel``, or any object with these two methods."""
 
     def unsupported_reason(self, call: Call, /) -> str | None:
         """None if ``run`` supports the call, otherwise the reason in one phrase."""
@@ -43,11 +43,11 @@ class ReducesWeights(Protocol):
     """An implementation that also reduces weights where they are computed, for ``jattn.heads.statistics``."""
 
     def slots(self, length: Length) -> np.ndarray | None:
-        """The token in each slot of a sequence, integers ``[length]``; None if slots are in the tokens' own order."""
+        """The token in each slot of a sequence, integers ``[length]``; None if slots are in token order."""
         ...
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
-        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``reduction.lse`` and the call."""
+        """The sums ``{name: [B,N,...]}``, by block; differentiable with respect to ``reduction.lse`` and the call."""
         ...
 
     def map_parts(
@@ -69,6 +69,7 @@ class OverDevices(Protocol):
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
         """The lines of ``jattn.explain``: what is divided, and what a device sends.
 
-        ``explain``: a function of the call of one device and the name of an implementation or None, which returns text.
+        ``explain``: a function that takes one device's call and the name of an implementation, or None, and returns
+        text.
         """
         ...

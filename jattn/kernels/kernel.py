@@ -1,4 +1,4 @@
-"""The base classes of implementations: what all kernels have in common, and what a new one overrides."""
+"""The base classes of implementations: what all kernels share, and what a new kernel overrides."""
 
 import dataclasses
 import math
@@ -22,16 +22,16 @@ from jattn._core.vmap import canonical
 from jattn._mods.arrays import Length
 from jattn.kernels.interface import Unsupported
 
-# ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``; of
-# ``forward_with_error`` also what rounding took from ``out``, in its dtype.
+# ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``;
+# from ``forward_with_error``, also the rounding error of ``out``, in its dtype.
 Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Array, ...]]
 
-# Blocks pay if T * S >= MIN_PAIRS, or if B * N * T * S >= MIN_SCORES, 256 MiB of dense scores in float32; with fewer
-# queries than FEW, never.
+# Blocks pay off if T * S >= MIN_PAIRS, or if B * N * T * S >= MIN_SCORES, 256 MiB of dense scores in float32, but never
+# with fewer queries than FEW.
 MIN_PAIRS, MIN_SCORES, FEW = 2**20, 2**26, 16
 
 SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
-# The platforms that ``explain`` knows, and what JAX calls them where a program is lowered.
+# The platforms known to ``explain``, and JAX's names for them at lowering.
 PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
@@ -44,8 +44,8 @@ def _is_symbolic(call: Call) -> bool:
     return not all(isinstance(size, int) for size in sizes)
 
 
-# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. They include the fields of
-# ``Call`` that have a text for it.
+# Options that a kernel refuses unless its ``takes`` names them: whether a call has the option, and the reason. They
+# include all fields of ``Call`` with a ``refused`` text.
 OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
     "symbolic shapes": (_is_symbolic, "it takes no symbolic shapes"),
     "empty arrays": (lambda call: call.value is None or 0 in _shapes(call), "it takes no empty arrays"),
@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
     "several devices": (
         lambda call: (
             may_be_sharded(call)
-            and not (is_typed(call.query) or is_typed(call.key))  # else ``on_each_device`` raises what is wrong
+            and not (is_typed(call.query) or is_typed(call.key))  # otherwise ``on_each_device`` raises the error
             and replicated_on(call) is None
         ),
         SEVERAL_DEVICES,
@@ -65,48 +65,50 @@ OPTIONS: Mapping[str, tuple[Callable[[Call], bool], str]] = {
 class Kernel:
     """An implementation in linear memory with the derivative rule of ``jattn._blocks.backward``.
 
-    A subclass is a frozen dataclass of its settings, in its own file. To write one, override in this order:
+    A subclass is a frozen dataclass of its settings, in its own file. To write one, override these, in order:
 
-    1. ``name``, and ``platform`` if it runs on one kind of device only.
-    2. What it refuses: ``dtypes``; ``takes``, the ``OPTIONS`` that it supports, including fields of ``Call``; and
-       ``refusals`` for everything else. A kernel that lists its ``takes`` refuses options that are added later until it
-       names them, unless its scores are those of ``jattn._core.attention`` or ``jattn._blocks``.
-    3. ``forward``. Now it is right: its derivatives are blockwise's, which computes the forward pass again in blocks.
-    4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
-       the gradients of other arrays stay blockwise's. In 16 bits also ``forward_with_error``, with ``returns_error``:
-       without it, the gradient of the query shows the rounding of ``out`` where keys have much in common.
-    5. ``pays`` and ``pays_when``, if it should be a default in other cases than blocks are.
-    6. ``rounds_query`` if its log-sum-exp is not exactly that of the scores, ``prepare`` if it reads static arrays
+    1. ``name``, and ``platform`` if it runs on only one kind of device.
+    2. What it refuses: ``dtypes``; ``takes``, the supported ``OPTIONS``, including fields of ``Call``; and ``refusals``
+       for everything else. A kernel that lists its ``takes`` refuses options added later until it names them, unless
+       its scores come from ``jattn._core.attention`` or ``jattn._blocks``.
+    3. ``forward``. The kernel is now correct: blockwise provides its derivatives, recomputing the forward pass in
+       blocks.
+    4. ``backward``, the gradients of query, key and value, if it has kernels for them. Blockwise still computes forward
+       mode, higher orders and the gradients of other arrays. In 16 bits, also ``forward_with_error``, with
+       ``returns_error``: without it, the rounding of ``out`` shows in the query's gradient where keys have much in
+       common.
+    5. ``pays`` and ``pays_when``, if it should be a default in other cases than blocks.
+    6. ``rounds_query`` if its log-sum-exp does not match the scores exactly, ``prepare`` if it reads static arrays
        while tracing, and ``describe_work`` for ``jattn.explain``.
 
-    Then test it with ``jattn.testing.check``, and give it a name by a line in ``jattn.kernels.dispatch``. A kernel that
-    leaves derivatives to JAX is a ``PlainKernel`` and overrides ``run``; one that also reduces weights for
+    Then test it with ``jattn.testing.check``, and register its name with a line in ``jattn.kernels.dispatch``. A kernel
+    that leaves derivatives to JAX is a ``PlainKernel`` and overrides ``run``; a kernel that also reduces weights for
     ``jattn.heads.statistics`` is a ``ReducingKernel``.
 
     ``forward`` and ``backward`` get a canonical call (``jattn._core.vmap.canonical``): its scale is an array or None,
-    and the arrays that its functions capture are among its leaves.
+    and the arrays captured by its functions are among its leaves.
     """
 
     name: ClassVar[str]  # as in ``implementation=``
     platform: ClassVar[str | None] = None  # "cpu", "gpu" or "tpu": the only one it runs on
     dtypes: ClassVar[tuple[DTypeLike, ...]] = ()  # of queries, keys and values; empty: any
     takes: ClassVar[frozenset[str]] = frozenset(OPTIONS)
-    # Where it pays, in words.
+    # Where it pays off, in words.
     pays_when: ClassVar[str] = ""
-    # Nobody has run it on its hardware yet: it is taken by name only. After a run, this field is all there is to
-    # change.
+    # Not yet run on its hardware, and therefore taken only by name. After a run, only this field needs to change.
     never_run: ClassVar[bool] = False
-    # Its ``backward`` is used only if no array other than query, key and value has a gradient.
+    # Its ``backward`` is used only if no array besides query, key and value has a gradient.
     backward_is_for_qkv_alone: ClassVar[bool] = False
-    # It multiplies the query by the scale and rounds it, so its log-sum-exp is not that of blockwise's scores.
+    # It multiplies the query by the scale and rounds it, so its log-sum-exp differs from blockwise's.
     rounds_query: ClassVar[bool] = False
-    # Its backward pass takes a row's sum of d_out * out from the output in 16 bits: the gradient of the query is off by
-    # what is lost times what the keys have in common.
+    # Its backward pass computes a row's sum of d_out * out from the 16-bit output: the gradient of the query is off by
+    # the rounding error times the component shared by the keys.
     reads_rounded_output: ClassVar[bool] = False
-    # ``forward_with_error`` knows what rounding took from ``out``.
+    # ``forward_with_error`` knows the rounding error of ``out``.
     returns_error: ClassVar[bool] = False
-    # ``backward`` also takes a query in the softmax's dtype, of numbers in the keys': its gradient, from a part of the
-    # keys, is then one of several that are summed up, and is not rounded where the kernel can do without.
+    # ``backward`` also accepts a query in the softmax's dtype that holds numbers representable in the keys' dtype: its
+    # gradient, from a part of the keys, is then one of several to be summed, and is not rounded where the kernel can
+    # avoid it.
     wide_query: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -115,10 +117,10 @@ class Kernel:
             raise TypeError(f"{cls.__name__}.takes: no option is called {unknown}; there are {', '.join(OPTIONS)}")
 
     def pays(self, call: Call) -> bool:
-        """Whether ``implementation=None`` prefers it to those after it in ``jattn.kernels.dispatch.ORDER``.
+        """Whether ``implementation=None`` prefers it to later kernels in ``jattn.kernels.dispatch.ORDER``.
 
-        By default, where blocks pay: the dense matrix then takes more time than the loop over blocks (measured on CPU),
-        or much memory. With few queries or keys, the matrix grows only linearly.
+        By default, where blocks pay off: the dense matrix then takes more time than the loop over blocks (measured on
+        CPU), or much memory. With few queries or keys, the matrix grows only linearly.
         """
         (B, T, N, _), S = call.query.shape, call.key.shape[1]
         if not isinstance(T, int) or not isinstance(S, int):
@@ -127,27 +129,27 @@ class Kernel:
         return (T * S >= MIN_PAIRS or scores >= MIN_SCORES) and min(T, S) >= FEW
 
     def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
-        """More reasons to refuse a call, as (condition, reason); the first that applies is reported."""
+        """Further reasons to refuse a call, as (condition, reason); the first that applies is reported."""
         return ()
 
     def refusal_at_lowering(self, call: Call) -> str | None:
-        """A reason against the kernel as a default that is known only where the program is lowered, or None."""
+        """A reason against the kernel as a default, known only at lowering, or None."""
         return None
 
     def describe_work(self, platform: str, call: Call) -> str | None:
-        """How much of the matrix its forward pass of a canonical call computes, as a predicate; None if not known."""
+        """How much of the matrix its forward pass computes for a canonical call, as a predicate; None if unknown."""
         return None
 
     def describe_products(self, call: Call) -> str | None:
-        """The dtype of its products, as a predicate, if that depends on the machine; otherwise None."""
+        """The dtype of its products, as a predicate, if it depends on the machine; otherwise None."""
         return None
 
     def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
-        """``call -> (out, lse)``, from which JAX derives what ``backward`` does not cover; None for blockwise."""
+        """``call -> (out, lse)``, from which JAX derives all that ``backward`` does not cover; None for blockwise."""
         return None
 
     def prepare(self, call: Call) -> "Kernel":
-        """The kernel for one canonical call, with what it reads of static arrays while tracing."""
+        """The kernel for one canonical call, with the data that it reads from static arrays while tracing."""
         return self
 
     def forward(self, platform: str, call: Call) -> Results:
@@ -155,7 +157,7 @@ class Kernel:
         raise NotImplementedError
 
     def forward_with_error(self, platform: str, call: Call) -> Results:
-        """``forward``, and what rounding took from ``out``: for the derivatives of calls in 16 bits; 0 if not known."""
+        """``forward``, and the rounding error of ``out``, for the derivatives of 16-bit calls; 0 if unknown."""
         results = self.forward(platform, call)
         return *results, jnp.zeros_like(results[0])
 
@@ -177,7 +179,7 @@ class Kernel:
 
     @property
     def _block_sizes(self) -> BlockSizes:
-        """The sizes of the blocks in all derivatives that are blockwise's."""
+        """The block sizes in all derivatives computed by blockwise."""
         return None
 
     def unsupported_reason(self, call: Call) -> str | None:
@@ -192,8 +194,8 @@ class Kernel:
 
     def run(self, call: Call) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory plus inputs and outputs, forward and backward."""
-        self._check(self.unsupported_reason(call))  # given as an object, it was not asked before
-        everywhere = replicated_on(call) if self.platform else None  # XLA cannot place a kernel on several devices
+        self._check(self.unsupported_reason(call))  # not yet checked if given as an object
+        everywhere = replicated_on(call) if self.platform else None  # XLA cannot partition a kernel over devices
         if everywhere is not None:
             return per_device(self._run, call, everywhere, ("btnd", "btn"))
         return on_each_device(self._run, call, ("btnd", "btn"))
@@ -207,7 +209,7 @@ class Kernel:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its settings let it run on every platform, for tests; by default, if a field ``interpret`` is set."""
+        """Whether its settings let it run on every platform, for tests; by default, if ``interpret`` is set."""
         return bool(getattr(self, "interpret", False))
 
     def lowering_reason(self, platform: str) -> str | None:
@@ -243,7 +245,7 @@ def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Res
 
 
 def narrowed(call: Call) -> Call:
-    """The call with its query in the dtype of its keys; it may have the softmax's, so that its gradient has that."""
+    """The call with its query in the keys' dtype; it may be in the softmax's dtype, to give its gradient that dtype."""
     return dataclasses.replace(call, query=call.query.astype(call.key.dtype))
 
 
@@ -252,7 +254,7 @@ def _accumulate(platform: str, call: Call, row_max: Array, kernel: Kernel) -> tu
 
 
 def _lse(platform: str, call: Call, kernel: Kernel) -> Array:
-    """``[B,T,N]``, of blockwise's scores."""
+    """The lse ``[B,T,N]`` of blockwise's scores."""
     no_value = dataclasses.replace(call, value=call.key[..., :0])
     return online_softmax.log_sum_exp(*online_softmax.forward(platform, no_value, kernel._block_sizes)[1:])
 
@@ -288,13 +290,13 @@ class PlainKernel(Kernel):
     def backward_of_part(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """By blockwise: JAX's derivative of ``run`` is that of attention over the part alone."""
+        """Uses blockwise: JAX's derivative of ``run`` would be for attention over the part alone."""
         return super().backward(platform, call, results, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducingKernel(Kernel):
-    """A ``Kernel`` that also reduces weights, by ``reduce``; the derivatives of the reductions are blockwise's."""
+    """A ``Kernel`` that also reduces weights, with ``reduce``; blockwise computes the reductions' derivatives."""
 
     def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
         """``reduction`` of a canonical call, traced for ``platform``."""

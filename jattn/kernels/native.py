@@ -1,11 +1,12 @@
-"""``"native"``: C++ kernels for CPUs, in the package ``jattn-native``, which the folder ``native`` builds.
+"""``"native"``: C++ kernels for CPUs, in the package ``jattn-native``, built from the folder ``native``.
 
-The online softmax of ``jattn._blocks.online_softmax``, with the scores of a tile in the nearest cache. Backward as in
-FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few queries each key is read
-once for all heads. For masks under which a query sees an interval of keys, or those of its segment, and mask arrays.
-Bias and mask arrays are read where they are. Where the CPU multiplies bfloat16, the kernels do, unless the highest
-precision is requested: weights and gradients of scores are rounded as factors, and all else is float32. Forward mode,
-higher orders and the gradients of arrays other than query, key and value are blockwise's.
+The forward pass is the online softmax of ``jattn._blocks.online_softmax``, with a tile's scores in the nearest cache.
+The backward pass follows FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few
+queries, each key is read once for all heads. The kernels support masks under which a query sees an interval of keys or
+the keys of its segment, and mask arrays. Bias and mask arrays are read in place. If the CPU multiplies bfloat16, so do
+the kernels, unless the highest precision is requested: weights and score gradients are rounded as factors, and
+everything else is float32. Blockwise computes forward mode, higher orders and the gradients of arrays other than query,
+key and value.
 """
 
 import dataclasses
@@ -39,22 +40,22 @@ from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
-MIN_KEYS = 128  # with few queries it pays with at least this many keys (measured on CPU, forward and backward)
+MIN_KEYS = 128  # with few queries, it pays off from this many keys (measured on CPU, forward and backward)
 STEP = 16  # head dims are padded to multiples of the widest vector
-PART = 1024  # keys of a task with few queries
-TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
-FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
+PART = 1024  # keys per task with few queries
+TILE, TABLE = 64, 4096  # maximum: queries and keys of a tile; rows of a tile table
+FEWEST = 8  # queries in a tile that pay off: fewer leave most lanes empty, and their dense weights are small
 WIDTHS = (None, 4, 8, 16)
-VERSION = "0.2.0"  # of jattn-native; its kernels take these operands
-FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
+VERSION = "0.2.0"  # of jattn-native, whose kernels take these operands
+FURTHEST = 2**20  # maximum number of distances with their own entry in a relative-bias table
 
 
 @dataclasses.dataclass(frozen=True)
 class Native(Kernel):
-    """``implementation=``: ``"native"`` with your own settings.
+    """``implementation=``: ``"native"`` with custom settings.
 
-    ``width``: floats in a vector, 4, 8 (AVX2) or 16 (AVX-512); by default as many as the CPU that runs it has.
-    ``few``: fewer queries than these take the kernel that reads each key once for all heads. Neither changes a result
+    ``width``: floats per vector: 4, 8 (AVX2) or 16 (AVX-512); by default, the widest that the CPU supports. ``few``:
+    calls with fewer queries use the kernel that reads each key once for all heads. Neither setting changes results
     beyond rounding.
     """
 
@@ -109,20 +110,20 @@ class Native(Kernel):
         return super().lowering_reason(platform) or exported
 
     def describe_work(self, platform: str, call: Call) -> str:
-        """By the tables of the largest tiles; those of narrow vectors leave out more."""
+        """Based on the tables of the largest tiles; tiles of narrow vectors skip more."""
         T, S = call.query.shape[1], call.key.shape[1]
         tile = max(TILE, T // TABLE), max(TILE, S // TABLE)
         return describe_work(plan_call("", call, tile).blocks, (T, S))
 
     def describe_products(self, call: Call) -> str | None:
-        """Of bfloat16 alone does it depend on the machine."""
+        """The dtype depends on the machine only for bfloat16."""
         if call.key.dtype != jnp.bfloat16:
             return None
         in_pairs = call.query.shape[1] >= self.few and self._multiplies_pairs(call)
         return f"multiplies in {'bfloat16' if in_pairs else 'float32'} and adds up in float32"
 
     def _multiplies_pairs(self, call: Call) -> bool:
-        """Whether the products of many queries are of pairs of bfloat16, which rounds their factors."""
+        """Whether products for many queries use pairs of bfloat16, which rounds their factors."""
         widest = self.width in (None, _library().widest())
         has_pairs = call.key.dtype == jnp.bfloat16 and _library().has_bfloat16_products()
         return bool(has_pairs) and widest and not _in_float32(call)
@@ -132,12 +133,12 @@ class Native(Kernel):
         return self.forward_with_error(platform, call)[:3]
 
     def forward_with_error(self, platform: str, call: Call) -> Results:
-        """By the kernels, which output float32."""
+        """Computed by the kernels, which output float32."""
         (B, T, N, _), S, D = call.query.shape, call.key.shape[1], call.value.shape[3]
         types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (call.key, call.value)
         if T < self.few:
             layer = jnp.int32(0)
-            if call.stack is not None and call.key.shape[3] % STEP == D % STEP == 0:  # others are padded, in a copy
+            if call.stack is not None and call.key.shape[3] % STEP == D % STEP == 0:  # others are copied to pad
                 key, value, layer = call.stack.key, call.stack.value, jnp.asarray(call.stack.layer, jnp.int32)
             types.append((B, -(-S // PART), N * T, _padded(D) + 2))  # each part's sums, maxima and sums of exponentials
             results = _call("jattn_decode", call, (call.query, key, value), self.width, [layer], types)
@@ -148,7 +149,7 @@ class Native(Kernel):
         return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
     def forward_of_part(self, platform: str, call: Call, with_error: bool = True) -> Results:
-        """In float32: what rounded factors miss is known of whole rows alone."""
+        """In float32: the error of rounded factors is known only for whole rows."""
         return super().forward_of_part(platform, dataclasses.replace(call, precision="highest"), with_error)
 
     def backward(
@@ -158,7 +159,7 @@ class Native(Kernel):
         if T < FEWEST:
             return Dense().backward(platform, call, results, cotangents)
         if T < self.few:
-            # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
+            # That kernel sums products in another order. At large scores, exp(score - row_max) would differ.
             tiled = dataclasses.replace(self, few=0)
             is_part = call.query.dtype != call.key.dtype
             forward = tiled.forward_of_part if is_part else tiled.forward_with_error
@@ -171,7 +172,7 @@ class Native(Kernel):
     ) -> Sequence[Array]:
         qkv, is_part = (call.query, call.key, call.value), call.query.dtype != call.key.dtype
         call = narrowed(call)
-        if is_part:  # in float32, as ``forward_of_part``
+        if is_part:  # in float32, like ``forward_of_part``
             call = dataclasses.replace(call, precision="highest")
         out, row_sum = exact_out(results), results[2]
         d_out, d_row_sum = (0.0 if x is None else x for x in cotangents)
@@ -186,7 +187,7 @@ class Native(Kernel):
         others = [x.astype(jnp.float32) for x in of_rows]
         *sums, totals = _call("jattn_backward", call, (call.query, call.key, call.value), self.width, others, types)
         of_qkv = [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
-        # Alibi and RelativeBias add to scores, so that d_score is that of query and key.
+        # Alibi and RelativeBias are added to scores, so d_score is also the gradient of the products.
         return balanced(call, results, cotangents, of_qkv, totals) if self._multiplies_pairs(call) else of_qkv
 
 
@@ -206,7 +207,7 @@ def _call(
     others: list[jax.Array],
     shapes: list[tuple[int, ...]],
 ) -> Sequence[jax.Array]:
-    """The results of a kernel, float32 of these ``shapes``."""
+    """The results of a kernel, in float32 with these ``shapes``."""
     _library()
     qkv = [_pad_features(x) for x in qkv]
     if len({x.dtype for x in qkv}) > 1:
@@ -215,15 +216,15 @@ def _call(
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
     settings = {"width": np.int32(width or 0), "in_float32": _in_float32(call)}
     settings |= {"dropped": threshold.view(np.int32)}
-    of_qkv = ["each" if x.ndim == 4 else "none" for x in qkv]  # none: of all layers of a stack
+    of_qkv = ["each" if x.ndim == 4 else "none" for x in qkv]  # none: a stack of all layers
     kinds = [*of_qkv, *("each" if x.ndim else "none" for x in others), *SEQUENCES]
     return call_once(name, settings, kinds, shapes, [*qkv, *others, *_score_operands(call)])
 
 
 def _in_float32(call: Call) -> bool:
-    """Whether products of bfloat16 are not precise enough: if the highest precision is asked for, or scores are bent.
+    """Whether bfloat16 products are too imprecise: the highest precision is requested, or scores are bent.
 
-    Then a row's gradients of products do not sum to 0, and nothing tells what their rounding moves.
+    With bent scores, a row's product gradients do not sum to 0, and the effect of their rounding is unknown.
     """
     precision = call.precision or jax.config.jax_default_matmul_precision
     asked = precision if isinstance(precision, tuple) else (precision,)
@@ -231,12 +232,12 @@ def _in_float32(call: Call) -> bool:
     return isinstance(call.score_mod, SoftCap) or any(one in highest for one in asked)
 
 
-# Of ``_score_operands``: see ``jattn.kernels.ffi.call_once``.
+# For ``_score_operands``: see ``jattn.kernels.ffi.call_once``.
 SEQUENCES = "none", "shared", "shared", *["each"] * 5, "none", "none", *["shared"] * 3
 
 
 def _score_operands(call: Call) -> list[jax.Array]:
-    """What scores depend on other than queries and keys, in the order in which ``scores_of`` in C++ reads it."""
+    """The inputs of scores other than queries and keys, in the order read by ``scores_of`` in C++."""
     mod, dropout, seen = call.score_mod, call.dropout, visible_keys(call)
     relative = isinstance(mod, Alibi | RelativeBias) or dropout is not None
     numbers = [
@@ -266,19 +267,19 @@ def _read_in_place(bias: jax.Array | None) -> jax.Array | None:
 
 
 def _of_heads(table: AnyArray, call: Call) -> jax.Array:
-    """The call's heads of a table ``[N,...]``, float32."""
+    """The rows of a table ``[N,...]`` for the call's heads, float32."""
     table = jnp.asarray(table, jnp.float32)
     return jax.lax.dynamic_slice_in_dim(table, jnp.asarray(call.first_head), call.query.shape[2])
 
 
 def _furthest(call: Call, mod: RelativeBias) -> int:
-    """The distance at and beyond which all biases are equal, or the largest distance in the call."""
+    """The distance from which all biases are equal, or the largest distance in the call."""
     by_slot = call.query_positions is None and call.kv_positions is None
     return min(mod.max_distance, max(call.query.shape[1], call.key.shape[1])) if by_slot else mod.max_distance
 
 
 def _by_distance(call: Call, mod: RelativeBias) -> jax.Array:
-    """The biases ``[N,2n+1]`` by the query's position minus the key's, from ``-n`` to ``n = _furthest(call, mod)``."""
+    """The biases ``[N,2n+1]`` by query position minus key position, from ``-n`` to ``n = _furthest(call, mod)``."""
     n = _furthest(call, mod)
     with mod_semantics():
         by_head = jnp.asarray(mod.table)[mod.bucket(jnp.arange(n, -n - 1, -1, dtype=jnp.int32))].T
@@ -306,10 +307,10 @@ def _of_each(positions: AnyArray, arrays: jax.Array) -> jax.Array:
 
 
 class Visible(NamedTuple):
-    """What the queries of a call see.
+    """The visibility of keys to a call's queries.
 
-    A query sees a key if ``low <= position <= high``, their ids are equal (if there are ids), and the mask shows it (if
-    there is one). A key's position is its slot if there are no positions.
+    A query sees a key if ``low <= position <= high``, their ids (if any) are equal, and the mask (if any) shows it.
+    Without positions, a key's position is its slot.
     """
 
     low: jax.Array  # [B|1,N|1,T], int32
@@ -321,7 +322,7 @@ class Visible(NamedTuple):
 
 
 def visible_keys(call: Call) -> Visible:
-    """What the queries of a supported call see, of the keys within their lengths."""
+    """The visibility of keys within their lengths to the queries of a supported call."""
     (B, T, N, _), S = call.query.shape, call.key.shape[1]
     in_interval, by_id = _split(call.masks)
     positions, b = _positions(call), call.first_batch + jnp.arange(B, dtype=jnp.int32)
@@ -344,7 +345,7 @@ def visible_keys(call: Call) -> Visible:
             rows_shown.append(jnp.broadcast_to(query_inside, (B, T))[:, None])
             if kv_positions is not None:  # no table has an id for LEAST
                 low, kv_positions = jnp.maximum(low, LEAST + 1), jnp.where(key_inside, kv_positions, LEAST)
-        nothing = (high == LEAST) & (positions[:, None] != LEAST)  # a query there may see keys there
+        nothing = (high == LEAST) & (positions[:, None] != LEAST)  # a query at LEAST may see keys at LEAST
         for shown in rows_shown:
             nothing |= ~jnp.asarray(shown)
         low, high = jnp.where(nothing, LARGEST, low), jnp.where(nothing, LEAST, high)
@@ -353,8 +354,8 @@ def visible_keys(call: Call) -> Visible:
 
 
 def _mask_arrays(call: Call) -> tuple[list[AnyArray], jax.Array | None]:
-    """Those that are the same for all keys, ``[B|1,N|1,T|1]``, and the others, joined: ``[B|1,N|1,T|1,S]``."""
-    # The last one is that of the keys' lengths.
+    """Masks that are the same for all keys, ``[B|1,N|1,T|1]``, and the others, joined: ``[B|1,N|1,T|1,S]``."""
+    # The last one comes from the key lengths.
     arrays = call.slot_masks if call.key_value_seq_lengths is None else call.slot_masks[:-1]
     by_pair = [jnp.asarray(x) for x in arrays if x.shape[3] != 1]
     rows_shown = [x[..., 0] for x in arrays if x.shape[3] == 1]
@@ -362,23 +363,23 @@ def _mask_arrays(call: Call) -> tuple[list[AnyArray], jax.Array | None]:
 
 
 def _as_int32(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids of 32 bits that are equal where these are."""
+    """32-bit ids that are equal where these ids are."""
     both = jnp.concatenate([query_ids, key_ids], 1)
-    both = ranks(both) if both.dtype.itemsize > 4 else both.astype(jnp.int32)  # of either sign are as good
+    both = ranks(both) if both.dtype.itemsize > 4 else both.astype(jnp.int32)  # signed and unsigned are equivalent
     return both[:, : query_ids.shape[1]], both[:, query_ids.shape[1] :]
 
 
 def _takes_masks(call: Call) -> bool:
-    """Whether ``visible_keys`` can tell what the masks show."""
+    """Whether ``visible_keys`` can represent the masks."""
     in_interval, by_id = _split(call.masks)
     if len(by_id) > 1:
         return False
-    # Where the kernel is called, arrays in a mask may be traced that are not here.
+    # Arrays in a mask that are not traced here may be traced where the kernel is called.
     return not in_interval or deferred.at_lowering(_has_interval, and_masks(*in_interval))
 
 
 def _split(masks: Sequence[MaskFunction]) -> tuple[list[MaskFunction], list[Segments]]:
-    """What the masks join: those that must have an interval, and those that the kernel compares ids for."""
+    """The parts of the masks: those that must have an interval, and those for which the kernel compares ids."""
     parts = [part for mask in masks for part in conjuncts(mask)]
     segments = [part for part in parts if isinstance(part, Segments)]
     return [part for part in parts if not isinstance(part, Segments)], segments
@@ -396,7 +397,7 @@ def _is_installed() -> bool:
 
 @functools.cache
 def _why_missing() -> str | None:
-    """Why there are no kernels to call, if there are none."""
+    """Why no kernels are available, or None."""
     if not _is_installed():
         return "it needs the package jattn-native"
     version = importlib.import_module("jattn_native").__version__

@@ -1,4 +1,4 @@
-"""The scores of a tile of pairs inside a kernel: what the kernels for TPUs and for GPUs share."""
+"""The scores of a tile of pairs inside a kernel, shared by the kernels for TPUs and GPUs."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ from jattn.kernels.kernel import ReducingKernel, Results
 from jattn.score_mods import ScoreMod
 
 LARGEST_DIM = 256
-Ref = Any  # an array in a kernel's memory: Pallas has several types of them, none of them public
+Ref = Any  # an array in a kernel's memory: Pallas has several types, none of them public
 
 
 class PallasKernel(ReducingKernel):
-    """Our own kernels for one kind of chip, in the module ``passes`` of its package."""
+    """Our own kernels for one kind of chip, in the ``passes`` module of its package."""
 
     takes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -43,7 +43,7 @@ class PallasKernel(ReducingKernel):
 
     @property
     def _kernel(self) -> ModuleType:
-        """Imported when first used: Pallas takes as long to import as half of jattn."""
+        """Imported on first use: Pallas takes as long to import as half of jattn."""
         return importlib.import_module(f"jattn.kernels.{self.name}.passes")
 
     def forward(self, platform: str, call: Call) -> Results:
@@ -60,14 +60,14 @@ class PallasKernel(ReducingKernel):
 
 def rounded(x: Array, dtype: DTypeLike, simulated: bool) -> Array:
     """``x``, in its own dtype, rounded to ``dtype``."""
-    if simulated:  # XLA leaves out a cast and back, which the compilers of kernels do not
+    if simulated:  # XLA omits a cast there and back, but kernel compilers do not
         return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
     return x.astype(dtype).astype(x.dtype)
 
 
 @runtime_checkable
 class Operands(Protocol):
-    """The arrays that a kernel reads, in its own order of axes. Each method returns what a ``Tile`` reads it by."""
+    """The arrays that a kernel reads, in its own order of axes. Each method returns a handle for ``Tile`` to read."""
 
     def scalars(self, array: Array) -> Any:
         """Adds ``[B|1,N|1]``."""
@@ -84,7 +84,7 @@ class Operands(Protocol):
 
 @dataclasses.dataclass
 class _Mod:
-    """A mask or score function and the arrays that it reads."""
+    """A mask or score function and the arrays it reads."""
 
     tile_function: TileFunction
     arrays: list[Any]  # what ``Operands`` returned
@@ -93,10 +93,10 @@ class _Mod:
 
 @dataclasses.dataclass
 class Scores:
-    """What the scores of a call are computed from, other than queries and keys."""
+    """The inputs of a call's scores other than queries and keys."""
 
     call: Call
-    scale: Any  # arrays, here and below: what ``Operands`` returned, for those of pairs after what they run over
+    scale: Any  # arrays here and below are handles from ``Operands``, paired with what they run over
     bias: tuple[str, Any] | None
     masks: list[_Mod]
     score_mod: _Mod | None
@@ -106,7 +106,7 @@ class Scores:
 
     @classmethod
     def of(cls, call: Call, operands: Operands, all_seen: bool, /, **fields: Any) -> Any:
-        """Adds what the scores need to ``operands``; ``fields``: those of a subclass."""
+        """Adds the scores' inputs to ``operands``; ``fields``: the fields of a subclass."""
         T = call.query.shape[1]
         arrays = (QUERY, call.query_positions), (KEY, call.kv_positions)
         positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in arrays if x is not None}
@@ -124,10 +124,10 @@ class Scores:
 
 
 class Tile:
-    """The pairs of some queries and keys of one head, as an array of ``shape``. Kernels define what raises here."""
+    """The pairs of some queries and keys of one head, as an array of ``shape``. Kernels define the abstract methods."""
 
     shape: tuple[int, int]
-    block: tuple[int, int]  # T and S are padded to multiples of these
+    block: tuple[int, int]  # T and S are padded to multiples of this
 
     def __init__(self, source: Scores, masked: bool):
         self.source, self.masked = source, masked
@@ -138,7 +138,7 @@ class Tile:
         raise NotImplementedError
 
     def slots(self) -> tuple[Array, Array]:
-        """The slots of the queries and of the keys, int32, broadcastable to ``shape``."""
+        """The slots of the queries and keys, int32, broadcastable to ``shape``."""
         raise NotImplementedError
 
     def scalar(self, added: Any) -> Array:
@@ -154,7 +154,7 @@ class Tile:
         raise NotImplementedError
 
     def compute(self, fn: Callable[..., Array], *arrays: Array) -> Array:
-        """``fn(*arrays)``, of a mask, a score function or its derivative."""
+        """``fn(*arrays)`` for a mask, a score function or its derivative."""
         return fn(*arrays)
 
     @functools.cached_property
@@ -182,11 +182,11 @@ class Tile:
         return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
     def through_score_mod(self, d_score: Array) -> Array:
-        """The derivative with respect to ``scale * q·k + bias``, from that with respect to the score."""
+        """The derivative with respect to ``scale * q·k + bias``, given the derivative with respect to the score."""
         if self.source.score_mod is None:
             return d_score
         modified, s = self._on_scores(), self._biased()
-        # Elementwise, so its own transpose.
+        # Elementwise, and therefore its own transpose.
         return self.compute(lambda s, d_score: jax.jvp(modified, (s,), (d_score,))[1], s, d_score)
 
     def _biased(self) -> Array:
@@ -194,7 +194,7 @@ class Tile:
         return s if self.source.bias is None else s + self._read_pairs(self.source.bias)
 
     def _on_scores(self) -> Callable[[Array], Array]:
-        """The score function, of ``scale * q·k + bias``. What it reads is read here: references have no derivative."""
+        """The score function of ``scale * q·k + bias``. Its inputs are read here: references have no derivative."""
         assert self.source.score_mod is not None
         evaluate, visible = self._evaluated(self.source.score_mod), self.visible
 
@@ -210,7 +210,7 @@ class Tile:
         return lambda score: mod.tile_function.on_tile(score, q_idx, kv_idx, arrays)
 
     def _read(self, mod: _Mod) -> tuple[list[Any], list[Any]]:
-        """The positions, and the arrays that ``mod`` reads, of this tile."""
+        """This tile's positions, and the arrays that ``mod`` reads."""
         if id(mod) not in self._inputs:
             indices = self.source.positions
             positions = [
@@ -252,7 +252,7 @@ def _add_mod(call: Call, operands: Operands, mod: MaskFunction | ScoreMod, score
 
 
 def _add_pairs(operands: Operands, array: Array, T: int) -> tuple[str, Any]:
-    """Adds an array ``[B|1,N|1,T|1,S|1]``; what it runs over, and what it is read by."""
+    """Adds an array ``[B|1,N|1,T|1,S|1]``; returns what it runs over, and its handle."""
     if array.shape[3] == 1:
         return QUERY, operands.vector(QUERY, jnp.broadcast_to(array[..., 0], (*array.shape[:2], T)))
     if array.shape[2] == 1:

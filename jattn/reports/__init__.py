@@ -1,4 +1,4 @@
-"""Makes pages that show what the heads of any model do, and surveys what each head is needed for."""
+"""Creates pages that show what the heads of any model do, and surveys what each head is needed for."""
 
 from jattn.reports._head_report import Report, report
 from jattn.reports._language_model import LanguageModel, next_token_loss

@@ -15,21 +15,21 @@ from jattn.reports._language_model import Layer, embed, look, parts_of
 
 PATTERNS = ("previous_token", "current_token", "first_token", *heads.OF_TOKENS)
 NAMES = ("entropy", "max_weight", "distance", *PATTERNS)
-LEVEL = 0.05  # of the roles
+LEVEL = 0.05  # for the roles
 
 Track = Callable[[Iterable, str], Iterator]
 
 
 class Clean(NamedTuple):
-    """What one run shows."""
+    """The results of one run."""
 
     streams: list[Array]  # [B,T,M]: the input of each layer, and the output of the last
-    seen: list[dict[str, Array]]  # of each layer, what its attention sows
+    seen: list[dict[str, Array]]  # what each layer's attention sows
     statistics: dict[str, np.ndarray]  # [L,N], means over the queries of all sequences
 
 
 def run_clean(layers: Iterable[Layer], x: Array, tokens: Array) -> Clean:
-    """A run from the embedded tokens ``x``, with statistics by ``tokens``."""
+    """Runs the model from the embedded tokens ``x``, with statistics by ``tokens``."""
     streams, seen, statistics = [x], [], []
     for layer in layers:
         x, sown, of_layer = look(layer, x, tokens, NAMES)

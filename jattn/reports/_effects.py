@@ -1,4 +1,4 @@
-"""Measures what the metric loses without a head: exactly, from the head's layer up, or estimated for all heads."""
+"""Measures the metric without a head: exactly, from the head's layer up, or estimated for all heads."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from jattn import heads
 from jattn.heads._ablation import fill_of
 from jattn.reports._language_model import Layer, Metric, Whole, measured, step
 
-ROWS = 2048  # tokens of all sequences at once; more do not make a matrix product faster
+ROWS = 2048  # tokens of all sequences at once; more would not speed up a matrix product
 
 
 def estimated(
@@ -20,8 +20,8 @@ def estimated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[L,N]``: the first-order estimate of ``exactly`` for all heads, from one forward and one backward pass.
 
-    Also the sum of its absolute values over positions, which chooses the heads to measure: effects that cancel between
-    positions to first order may be large.
+    Also returns the sum of its absolute values over positions, used to choose the heads to measure: effects that cancel
+    between positions to first order may be large.
     """
 
     def run(per_layer: Sequence[dict[str, Any]]) -> Array:
@@ -36,13 +36,13 @@ def estimated(
 
 
 def heads_at_once(num_heads: int, tokens: Array) -> int:
-    """The number of heads of a layer that run at once, so that all batches of a layer are nearly of one size."""
+    """The number of heads of a layer that run at once, so that all batches of a layer have nearly the same size."""
     most = max(1, ROWS // tokens.size)
     return math.ceil(num_heads / math.ceil(num_heads / most))
 
 
 def batches(chosen: np.ndarray, at_once: int) -> list[tuple[int, list[int]]]:
-    """``chosen [L,N]`` as pairs of a layer and those of its heads that run at once."""
+    """``chosen [L,N]`` as pairs of a layer and its heads that run at once."""
     of_layers = [np.flatnonzero(row).tolist() for row in chosen]
     return [
         (layer, row[at : at + at_once]) for layer, row in enumerate(of_layers) for at in range(0, len(row), at_once)
@@ -62,7 +62,7 @@ def exactly(
     """``[L,N]``: the metric with each chosen head switched off, NaN for the others.
 
     A head changes nothing in earlier layers, so the model runs only from its layer up. All batches are padded to one
-    size with groups of no heads, so that they share their programs.
+    size with empty groups, so that they share their programs.
     """
     N = z[0].shape[-2]
     at_once = heads_at_once(N, tokens)

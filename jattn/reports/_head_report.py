@@ -1,4 +1,4 @@
-"""Writes what every head of a model does as one offline page (``report``)."""
+"""Writes an offline page that shows what every head of a model does (``report``)."""
 
 import collections
 import dataclasses
@@ -28,11 +28,11 @@ from jattn.reports._side_by_side import page_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """A page of heads. A notebook displays it, in a frame that is isolated from the notebook.
+    """A page of heads. Notebooks display it in a frame isolated from the notebook.
 
-    :func:`~jattn.report` makes it. ``numbers`` are the statistics and the additional columns, ``{name: [h]}`` with h
-    over the heads of all layers; ``roles`` are the heads' labels, and ``others`` the reports to compare with. The other
-    fields are what the page shows, before it is packed.
+    Created by :func:`~jattn.report`. ``numbers`` holds the statistics and the additional columns, ``{name: [h]}`` with
+    h over the heads of all layers; ``roles`` the heads' labels; and ``others`` the reports to compare with. The other
+    fields are what the page shows, before packing.
 
     Example:
         >>> weights = np.tile(np.eye(3)[[0, 0, 1]], (2, 1, 1))  # [N,T,S]: two previous-token heads
@@ -56,7 +56,7 @@ class Report:
 
     @functools.cached_property
     def html(self) -> str:
-        """The whole file. Warns if it is larger than 6 MB."""
+        """The whole file. Warns if it exceeds 6 MB."""
         page = page_of(self, self.others).html()
         if len(page) > PAGE_LETTERS:
             warnings.warn(
@@ -104,40 +104,40 @@ def report(
     title: str = "Attention heads",
     **options: Any,
 ) -> Report:
-    """Writes what every head of a model does as one offline HTML file: pictures, the text, statistics, roles.
+    """Writes an offline HTML file that shows what every head of a model does: pictures, text, statistics and roles.
 
     Everything is computed from ``(query, key, lse)`` in pieces. Short sequences keep all weights; long sequences keep a
-    coarse picture and each query's largest weights. The file stays under 6 MB and says what it leaves out; if its
-    labels alone need more, it warns.
+    coarse picture and each query's largest weights. The file stays under 6 MB and says what it leaves out; if the
+    labels alone need more, a warning is issued.
 
     Args:
         heads: what a model has sown under ``sow_heads`` or ``sow_weights``; a list of layers, from ``heads.collect``
             or ``interop.look``; or ``{name: layer}``. A layer is ``(query, key)``, ``(query, key, lse)``, a dict of
             these and its own options, or weights ``[B,N,T,S]``, such as the ``attentions`` of transformers.
             Shapes are ``query [B,T,N,H]``, ``key [B,S,K,H]``, ``lse [B,T,N]``, all with B or all without.
-            Arrays may be tensors of PyTorch and other libraries.
-        tokens: of the queries, and of the keys in self-attention: ids ``[B,T]`` or ``[T]``, or a list of strings for
-            each sequence, which may be shorter than T if padding follows.
+            Arrays may be tensors from PyTorch and other libraries.
+        tokens: the tokens of the queries and, in self-attention, of the keys: ids ``[B,T]`` or ``[T]``, or a list of
+            strings for each sequence, which may be shorter than T if padding follows.
         path: the file to write; None writes no file.
-        key_tokens: the tokens of the keys, if they are another text (cross-attention).
-        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings, into text. A token that is a
+        key_tokens: the tokens of the keys, if they come from another text (cross-attention).
+        tokenizer: from ``tokenizers`` or ``transformers``; turns ids, or its own strings, into text. A token that is
             part of a character is labelled with the character and the numbers of its bytes, "猫₁₂".
         columns: additional numbers of each head for the table, ``{name: [L,N]}``.
         roles: the result of ``heads.roles``, with labels ``[L,N]``.
-        null: reports of heads that cannot have a role: of models with random parameters, on the same tokens.
-            ``heads.roles`` then labels each head, comparing its statistics with theirs. Five patterns need 99 heads.
-        compare: another report, or several, to show next to this one, under their titles. If the models have the same
-            number of heads in each layer and the same tokens, each head is shown next to its match: within a layer, by
-            assignment on their statistics and patterns.
+        null: reports on heads that cannot have a role, from models with random parameters on the same tokens.
+            ``heads.roles`` then labels each head by comparing its statistics with theirs. Five patterns need 99 heads.
+        compare: one or more other reports to show next to this one, under their titles. If the models have the same
+            number of heads in each layer and the same tokens, each head is shown next to its match within the layer, by
+            assignment on statistics and patterns.
         title: the title of the page, and the name of this model in comparisons.
-        options: keywords of ``jattn.attention_weights`` that the weights of all layers have, such as ``is_causal``,
-            ``mask`` and ``score_mod``.
+        options: keywords of ``jattn.attention_weights`` that apply to all layers, such as ``is_causal``, ``mask`` and
+            ``score_mod``.
 
     Returns:
         A :class:`~jattn.reports.Report`. Notebooks display it; ``html`` is its text, and ``save(path)`` writes it.
 
     Raises:
-        ValueError: heads, tokens or columns have another form or shape; with the given lse, weights sum to more than 1;
+        ValueError: heads, tokens or columns have the wrong form or shape; weights with the given lse sum to over 1;
             two layers have the same name.
         TypeError: an option is unknown.
         OSError: ``path`` is in a folder that does not exist, or cannot be written.
@@ -188,7 +188,7 @@ def _check_place(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes next to the file, then replaces it: on a full disk, the old file stays unchanged."""
+    """Writes a file alongside, then replaces the old one, which stays unchanged if the disk is full."""
     if path.exists() and not path.is_file():  # a device, which must not be replaced
         path.write_text(text, encoding="utf-8")
         return
@@ -226,7 +226,7 @@ def _heads(layers: Sequence[Layer]) -> list[Head]:
 
 
 def _flat(name: str, values: Any, counts: Sequence[int]) -> np.ndarray:
-    """``[L,N]``, or a list of each layer's, as ``[h]``."""
+    """``[L,N]``, or a list with an array for each layer, as ``[h]``."""
     rows = [np.asarray(as_array(row)) for row in values] if np.iterable(values) else []
     if [row.shape for row in rows] != [(count,) for count in counts]:
         shapes = sorted({f"[{count}]" for count in counts})

@@ -1,4 +1,4 @@
-"""Computes what a report shows of a layer: all weights of short sequences, each query's largest of long ones."""
+"""Computes what a report shows of a layer: all weights for short sequences, each query's largest for long ones."""
 
 import functools
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from jattn.api import dot_product_attention, fold_weights
 from jattn.reports._kept_weights import kept
 from jattn.reports._read_heads import Layer
 
-OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # of self-attention only
+OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # for self-attention only
 NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
 
 
 class Looked(NamedTuple):
-    """What all heads do on some sequences; NumPy arrays, with ``h`` the heads of all layers and B the sequences drawn.
+    """What all heads do on some sequences: NumPy arrays, with ``h`` heads over all layers and B drawn sequences.
 
     weights: ``[B,h,T,S]``, or None: then the largest weights of each query and their keys, ``top [B,h,T,k]`` and
         ``keys [B,h,T,k]``, and ``coarse [B,h,Q,K]``.
@@ -36,7 +36,7 @@ class Looked(NamedTuple):
 
 
 def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int], of_text: bool) -> Looked:
-    """Looks at every layer; ``lengths`` are the numbers of tokens, ``ids [B,T]`` or None say which are equal.
+    """Looks at every layer; ``lengths`` are the numbers of tokens; ``ids [B,T]``, or None, identify equal tokens.
 
     Raises:
         ValueError: a layer's weights do not sum to 1.
@@ -61,7 +61,7 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
 
 
 def _split(options: Any) -> tuple[dict[str, Any], tuple]:
-    """Options that a compiled function takes as arguments, and those that it is compiled for."""
+    """Options passed to a compiled function as arguments, and options for which it is compiled."""
     arrays = {
         name: value
         for name, value in options.items()
@@ -100,13 +100,13 @@ def _add(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
 
 
 def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``[N]``: the mean over the queries of all sequences, of means ``[B,N]`` over so many each; NaN over none."""
+    """``[N]``: the mean over the queries of all sequences, from means ``[B,N]`` over ``counts`` each; NaN over none."""
     sums = np.where(counts > 0, values * counts.astype(np.float64), 0.0).sum(0)
     return np.where(counts.sum(0) > 0, sums / np.maximum(counts.sum(0), 1), np.nan)
 
 
 def _check_sums(layer: Layer, sums: np.ndarray) -> None:
-    """Weights computed under another mask than the call's do not fit its log-sum-exp."""
+    """Raises if the weights do not match the log-sum-exp, as when it comes from a call with another mask."""
     most = float(np.nan_to_num(sums).max(initial=0.0))  # NaN in the input is shown, like NaN in the output
     if most > 1.05:
         raise ValueError(

@@ -39,8 +39,8 @@ class Numbers:
 class View:
     """One sequence: the labels of its queries and keys, and the frames that show it.
 
-    texts: what the read-out says of each key, and of each query if they are the same; by default its place and label.
-    cross: queries and keys are different texts.
+    texts: what the read-out says about each key, and each query if they are the same; by default its place and label.
+    cross: whether queries and keys are different texts.
     """
 
     name: str
@@ -53,7 +53,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a page shows. ``before`` and ``after`` are HTML around the explorer; ``style`` and ``script`` are added."""
+    """What a page shows. ``before`` and ``after``: HTML around the explorer; ``style`` and ``script`` are added."""
 
     title: str
     heads: Sequence[Head]
@@ -68,7 +68,7 @@ class Page:
     script: str = ""
 
     def html(self, most: int = PAGE_LETTERS) -> str:
-        """The file. The weights get what the rest leaves of ``most`` letters."""
+        """The file. The weights get whatever the rest leaves of ``most`` characters."""
         slots = {
             "title": html.escape(self.title),
             "style": _read("style.css") + self.style,
@@ -96,12 +96,12 @@ class Page:
             entry["frames"] = [next(rest) for _ in view.frames]
         elements = (f'<script id="blob-{i}" type="text/plain">{blob}</script>' for i, blob in enumerate(blobs))
         slots |= {"data": as_json(data), "blobs": "\n".join(elements)}
-        # One pass: values may have braces.
+        # One pass: values may contain braces.
         return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html"))
 
 
 def as_json(data: Any) -> str:
-    """With "<", a token could end the script element."""
+    """JSON without "<", with which a token could end the script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -110,7 +110,7 @@ def _read(name: str) -> str:
 
 
 def _rounded(array: Any) -> Any:
-    """Nested lists with four significant digits; what is not finite becomes null."""
+    """Nested lists with four significant digits; non-finite values become null."""
     if np.ndim(array):
         return [_rounded(row) for row in array]
     return float(f"{array:.4g}") if math.isfinite(array) else None

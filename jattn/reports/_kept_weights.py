@@ -1,32 +1,32 @@
-"""Decides which weights a page keeps: of which sequences, how many of each query, in how many bits.
+"""Decides which weights a page keeps: from which sequences, how many per query, and in how many bits.
 
-``kept`` decides by the sizes alone what is computed; if that is too much for the file, ``STAGES`` say what goes first.
-At 4,096 tokens and 8 heads, it is each query's 32 largest weights and a coarse picture of 64 blocks a side.
+``kept`` decides from the sizes alone what is computed; if the file gets too large, ``STAGES`` lists what goes first.
+At 4,096 tokens and 8 heads, a page keeps each query's 32 largest weights and a coarse picture of 64 blocks per side.
 """
 
 import math
 
-# Weights of all sequences and heads up to which all are kept, as of 600 tokens and 23 heads; beyond, only each query's
-# largest and a coarse picture. More would hardly fit: at a byte each, these are 8 MB before they are compressed.
+# The number of weights up to which all are kept, such as 600 tokens and 23 heads; beyond it, only each query's
+# largest and a coarse picture. More would hardly fit: at a byte each, they take 8 MB before compression.
 ALL_WEIGHTS = 2**23
-# How many of the largest are kept in total, evenly over queries: at four bytes, 8 MB before they are compressed.
+# The total number of largest weights kept, spread evenly over queries: at four bytes each, 8 MB before compression.
 LARGEST_WEIGHTS = 2**21
-# Those of one query, at least and at most. One shows where it looks most, two what competes with that.
+# The least and the most per query. One shows where the query looks most, two what competes with it.
 LEAST_OF_QUERY, MOST_OF_QUERY = 2, 32
-# Queries of all heads that are drawn; of more sequences only the first are, so that each keeps several weights a query.
+# Queries drawn over all heads; of many sequences, only the first are drawn, so that each query keeps several weights.
 DRAWN_QUERIES = 600_000
-# Blocks along a side of a coarse picture, at least and at most: fewer show no pattern.
+# The least and the most blocks along a side of a coarse picture; fewer show no pattern.
 LEAST_BLOCKS, MOST_BLOCKS = 16, 64
-# Cells of all coarse pictures: 1 MB before they are compressed.
+# Cells of all coarse pictures: 1 MB before compression.
 COARSE_CELLS = 2**20
-# Letters of the file, nearly all of one byte, which stays under 6 MB; and those that a frame's description may take.
+# Characters of the file, nearly all of one byte, so that it stays under 6 MB; and the most for a frame's description.
 PAGE_LETTERS, FRAME_LETTERS = 5_900_000, 600
-# Of each query's largest weights, so many outlive smaller ones that are left out, as long as possible.
+# The number of each query's largest weights that are kept as long as possible when smaller ones are dropped.
 LAST_OF_QUERY = 2
-# Bits of a coarse cell, which is only seen as a colour (data.js reads bytes); and at least those of a largest weight.
+# Bits of a coarse cell, which is only seen as a colour (data.js reads bytes); and the least bits of a largest weight.
 COARSE_BITS, LEAST_BITS_OF_LARGEST = 8, 10
-# What is tried until the file is small enough: the bits of a weight; the share of the largest weight below which others
-# are left out; and how many of each query's largest are kept nevertheless. Digits go before weights.
+# Settings tried until the file is small enough: the bits of a weight; the share of the largest weight below which
+# others are dropped; and how many of each query's largest are kept anyway. Digits go before weights.
 STAGES = (
     *((bits, 0.0, 0) for bits in (16, 12, 10, 8)),
     *((8, 0.002 * 1.5**i, LAST_OF_QUERY) for i in range(14)),
@@ -35,9 +35,9 @@ STAGES = (
 
 
 def kept(B: int, rows: int, T: int, S: int) -> tuple[int, int, int]:
-    """What is kept of B sequences of T queries and S keys, each with so many ``rows``: the queries of all heads.
+    """What to keep of B sequences of T queries and S keys, each with ``rows`` queries over all heads.
 
-    The number of sequences; that of each query's largest weights, 0 for all; and that of blocks along a coarse side.
+    The numbers of sequences, of largest weights per query (0 for all), and of blocks along a side of a coarse picture.
     """
     if B * rows * S <= ALL_WEIGHTS:
         return B, 0, 1

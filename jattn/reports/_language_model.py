@@ -1,4 +1,4 @@
-"""Defines what a survey needs of a language model, and runs the model layer by layer, starting from any layer."""
+"""Defines what a survey requires of a language model, and runs the model layer by layer, starting from any layer."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,14 @@ from jattn import heads, masks
 from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn.interop import Transformer
 
-Metric = Callable[[Array, Array], Array]  # of one sequence: logits [T,V], tokens [T]
+Metric = Callable[[Array, Array], Array]  # for one sequence: logits [T,V], tokens [T]
 
 
 class LanguageModel(Protocol):
-    """What ``survey`` needs of an ``nnx.Module``: three names, and three more for attribution and paths.
+    """What ``survey`` requires of an ``nnx.Module``: three names, and three more for attribution and paths.
 
     ``survey`` computes ``unembed(layers[-1](... layers[0](embed(tokens))))``, layer by layer, without dropout: call
-    ``model.eval()`` first. Layers of one structure share their compiled programs.
+    ``model.eval()`` first. Layers with the same structure share their compiled programs.
 
     - ``layers``: modules ``(x [B,T,M], **options) -> [B,T,M]``. Each has one ``jattn.nnx.MultiHeadAttention``, with the
       same number of heads in all layers, and passes ``options`` on to its call: ``sow_heads``, ``sow_statistics``,
@@ -69,8 +69,8 @@ class Layer:
 
     graph: Any = static_field()  # an nnx.GraphDef
     state: Any
-    index: Any  # the layer, if ``state`` holds those of all; otherwise None
-    mask: Any = static_field()  # of its attention's call; None: that of the layer's own call
+    index: Any  # the index, if ``state`` holds all layers; otherwise None
+    mask: Any = static_field()  # of its attention call; None: the mask of the layer's own call
 
     def __call__(self, x: Array, **options: Any) -> tuple[Array, Any]:
         """The layer's output, and what it has sown."""
@@ -83,7 +83,7 @@ class Layer:
 
 @pytree_dataclass
 class Whole:
-    """The model as a pytree, for its first and its last step."""
+    """The model as a pytree, for its first and last steps."""
 
     graph: Any = static_field()  # an nnx.GraphDef
     state: Any
@@ -116,7 +116,7 @@ def parts_of(model: nnx.Module) -> tuple[Whole, list[Layer]]:
 
 
 def _mask(model: Transformer, local: bool) -> masks.Mask | None:
-    """The mask of a layer, with the window or without."""
+    """The mask of a layer with or without the window."""
     config = model.config
     mask = masks.Causal() if config.causal else None
     if config.window is None or not local:
@@ -134,7 +134,7 @@ def embed(whole: Whole, tokens: Array) -> Array:
 @jax.jit
 @jax.checkpoint
 def step(layer: Layer, x: Array, options: Mapping[str, Any]) -> Array:
-    """The layer's output. Its derivative runs it once more instead of keeping what it computed."""
+    """The layer's output. Its derivative reruns the layer instead of keeping what it computed."""
     return layer(x, **options)[0]
 
 
@@ -155,14 +155,14 @@ def look(layer: Layer, x: Array, tokens: Array, names: tuple[str, ...], patch: A
 
 
 def _mean_over_queries(statistics: Mapping[str, Any], name: str) -> Array:
-    """``[N]``: the mean over the queries of all sequences that count; 0 of none."""
+    """``[N]``: the mean over the queries of all sequences that count; 0 if there are none."""
     counts = statistics["support"][name].astype(statistics[name].dtype)
     return (statistics[name] * counts).sum(0) / jnp.maximum(counts.sum(0), 1)
 
 
 @functools.partial(jax.jit, static_argnames="metric")
 def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Array, ""]:
-    """The mean of the metric over sequences, one by one: the logits of all would be larger than the model."""
+    """The mean of the metric over sequences, one by one: all logits together would be larger than the model."""
     model = whole.model
 
     @jax.checkpoint

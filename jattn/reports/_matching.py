@@ -1,19 +1,19 @@
-"""Matches the heads of two models that do the same."""
+"""Matches heads that do the same in two models."""
 
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-FAR = 1e6  # between heads of different layers of models of one shape, and for what is not finite
+FAR = 1e6  # between heads in different layers of models of the same shape, and for values that are not finite
 
 
 def matched(one: Any, other: Any) -> np.ndarray:
     """``[h]``: for each head of the report ``one``, the index of its match in ``other``, or -1.
 
-    If both show the same text, heads are matched by assignment: the sum of the distances between their statistics and
-    between their patterns is smallest. Models with the same heads in every layer are matched within layers. On another
-    text, a model's heads keep their places.
+    If both show the same text, heads are matched by assignment, with the smallest sum of the distances between their
+    statistics and between their patterns. Models with the same heads in every layer are matched within layers. On
+    another text, a model's heads keep their places.
     """
     layers, theirs = (np.array([head.layer for head in report.heads]) for report in (one, other))
     alike = np.array_equal(layers, theirs)

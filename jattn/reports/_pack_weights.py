@@ -1,8 +1,8 @@
-"""Packs the weights of a report as compressed bytes of the page, as many as fit.
+"""Packs as many weights of a report as fit, as compressed bytes of the page.
 
-``data.js`` reads them. All weights: ``[h,T,S]``, of one or two bytes. The largest of each query: their keys
-``[k,h,T]``, of two bytes, or four if a key is beyond 65535; their weights ``[k,h,T]``, of two bytes; and the coarse
-picture ``[h,Q,K]``, of one.
+``data.js`` reads them. All weights: ``[h,T,S]``, in one or two bytes. The largest of each query: their keys
+``[k,h,T]``, in two bytes, or four if a key is beyond 65535; their weights ``[k,h,T]``, in two bytes; and the coarse
+picture ``[h,Q,K]``, in one.
 """
 
 import base64
@@ -18,12 +18,12 @@ from jattn.reports._kept_weights import COARSE_BITS, LEAST_BITS_OF_LARGEST, STAG
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The weights of all heads ``h`` on one sequence, of one model at one time.
+    """The weights of all heads ``h`` on one sequence, from one model at one time.
 
-    title: names it among the frames of its view. step: of training, or None. numbers: which of the page's ``Numbers``.
-    weights: ``[h,T,S]``; or None, and ``top [h,T,k]``, ``keys [h,T,k]`` and ``coarse [h,Q,K]``, as ``Looked`` has them.
+    title: the name among the frames of its view. step: of training, or None. numbers: the index of the page's Numbers.
+    weights: ``[h,T,S]``; or None, and ``top [h,T,k]``, ``keys [h,T,k]`` and ``coarse [h,Q,K]``, as in ``Looked``.
     span: the queries and keys in a block of ``coarse``.
-    heads: the names of the heads, if they are not the page's own: matched to them, or "–" for a head without a match.
+    heads: the names of the heads if they are not the page's own: the matched heads, or "–" where there is no match.
     """
 
     title: str
@@ -38,9 +38,9 @@ class Frame:
 
 
 def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list[str], float]:
-    """What the page's data says of each frame, its bytes in base64, and the largest weight of all.
+    """The page's data on each frame, the bytes in base64, and the largest weight of all.
 
-    In more than ``room`` letters, weights get fewer digits, and then the smallest are left out: as few as needed.
+    Beyond ``room`` characters, weights lose digits, and then the smallest are dropped, as few as needed.
     """
     arrays = [array for frame in frames for array in (frame.weights, frame.top) if array is not None]
     top = max(float(np.max(np.nan_to_num(array), initial=0.0)) for array in arrays)
@@ -56,7 +56,7 @@ def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list
 
 def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> tuple[str, dict[str, Any]]:
     """The bytes of a frame, and how the page reads them."""
-    least = float(f"{dropped * top:.2g}")  # with the digits that the page shows
+    least = float(f"{dropped * top:.2g}")  # with the digits shown by the page
     entry: dict[str, Any] = {"title": frame.title, "step": frame.step, "numbers": frame.numbers, "dropped": least}
     notes = []
     if frame.weights is not None:
@@ -88,6 +88,6 @@ def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> 
 
 
 def _coded(weights: np.ndarray, top: float, bits: int) -> np.ndarray:
-    """Weights as fractions of ``top``, of two bytes, or one for 8 bits."""
+    """Weights as fractions of ``top``, in two bytes, or one for 8 bits."""
     codes = np.rint(np.clip(np.nan_to_num(weights) / top, 0.0, 1.0) * (2**bits - 1))
     return codes.astype("u1" if bits == 8 else "<u2")

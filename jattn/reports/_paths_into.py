@@ -14,14 +14,14 @@ from jattn.reports._language_model import Layer, look
 
 
 class Paths(NamedTuple):
-    """How much the score of one head changes if it reads each earlier head's output from another sequence.
+    """How much the score of one head changes when it reads each earlier head's output from another sequence.
 
     Attributes:
         into: the layer and the head that reads.
         pattern: the statistic that gives its score.
         score: the score of the unchanged head.
-        query: ``[layers before, N]``, the change if its queries read the other output; negative for a lower score.
-        key: ``[layers before, N]``, the change if its keys read the other output.
+        query: ``[layers before, N]``, the change when its queries read the other output; negative for a lower score.
+        key: ``[layers before, N]``, the change when its keys read the other output.
 
     Example:
         >>> change = {"query": np.array([[0.01, -0.02]]), "key": np.array([[-0.6, 0.1]])}  # two heads in layer 0
@@ -56,16 +56,16 @@ def paths_into(
     pattern: str,
     at_once: int,
 ) -> Paths:
-    """``Paths`` by ``heads.path_patch``.
+    """Computes ``Paths`` with ``heads.path_patch``.
 
     Args:
-        layer: that of the head that reads.
+        layer: the layer of the head that reads.
         stream: its input.
-        z, out: outputs ``[B,T,N,D]`` and kernels ``[N,D,M]`` of the layers before.
+        z, out: outputs ``[B,T,N,D]`` and kernels ``[N,D,M]`` of the earlier layers.
         tokens: ``[B,T]``, at least two sequences.
         into: the layer and the head.
         pattern: a statistic.
-        at_once: the number of paths.
+        at_once: the number of paths to measure at once.
     """
     clean = [{"z": x} for x in z]
     score, query, key = _changes(layer, stream, clean, out, tokens, into[1], pattern, at_once)

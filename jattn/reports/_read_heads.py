@@ -1,4 +1,4 @@
-"""Reads the heads of a report in any of their forms: queries and keys of each layer."""
+"""Reads the heads of a report, in any of their forms, as queries and keys of each layer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jattn._core.call import ScoreOptions
 from jattn.heads import collect
 
 OPTIONS = frozenset({"bias", "mask", *ScoreOptions.__optional_keys__})
-SOWN = frozenset({"query", "key", "value", "lse", "z"})  # of a layer under sow_heads
+SOWN = frozenset({"query", "key", "value", "lse", "z"})  # by a layer under sow_heads
 FORMS = (
     "what a model has sown, a list of layers, or {name: layer}; a layer is (query, key), (query, key, lse), a dict "
     "with 'query' and 'key', or weights [B,N,T,S]"
@@ -89,10 +89,10 @@ def _is_array(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """Tensors of other libraries as NumPy or JAX arrays; returns these arrays, and what is no array, unchanged."""
+    """Converts tensors of other libraries to NumPy or JAX arrays; returns these arrays and non-arrays unchanged."""
     if isinstance(x, jax.Array | np.ndarray):
         return x
-    if hasattr(x, "detach"):  # PyTorch's; NumPy reads none with a gradient, on an accelerator or in bfloat16
+    if hasattr(x, "detach"):  # PyTorch's; NumPy cannot read one with a gradient, on an accelerator or in bfloat16
         x = x.detach().cpu()
         x = x.float() if x.is_floating_point() else x
     if hasattr(x, "__array__"):

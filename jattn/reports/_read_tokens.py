@@ -14,10 +14,10 @@ def read_tokens(
 ) -> tuple[list[list[str]], np.ndarray | None]:
     """The labels of every sequence, and ids ``[B,length]``; positions and None if there are no tokens.
 
-    A list of strings may be shorter than ``length``: what follows is padding and not shown.
+    A list of strings may be shorter than ``length``: the rest is padding and not shown.
 
     Raises:
-        ValueError: tokens of another shape.
+        ValueError: the tokens have the wrong shape.
     """
     if tokens is None:
         return [[str(i) for i in range(length)]] * B, None

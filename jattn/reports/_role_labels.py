@@ -1,4 +1,4 @@
-"""Labels a report's heads with roles: compares their statistics with those of heads that cannot have a role."""
+"""Labels a report's heads with roles: compares their statistics with heads that cannot have a role."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,10 +10,10 @@ PATTERNS = ("previous_token", "current_token", "first_token", *OF_TOKENS)
 
 
 def label(numbers: Mapping[str, np.ndarray], nulls: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
-    """The label of every head, from its patterns that are defined here and in all ``nulls``.
+    """The label of every head, from the patterns that are defined here and in all ``nulls``.
 
     Raises:
-        ValueError: no pattern is; the nulls have too few heads.
+        ValueError: there are no such patterns; the nulls have too few heads.
     """
     every = (numbers, *nulls)
     patterns = [name for name in PATTERNS if all(name in one and np.isfinite(one[name]).all() for one in every)]

@@ -1,4 +1,4 @@
-"""Makes the page of a report and of those compared with it: which frames show one text, which heads match."""
+"""Builds the page of a report and those compared with it: which frames show the same text, which heads match."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from jattn.reports._html_page import Numbers, Page, View
 from jattn.reports._matching import matched
 from jattn.reports._pack_weights import Frame
 
-# About the labels that token_labels gives.
+# A note about the labels from token_labels.
 IN_PARTS = "A token that is a part of a character shows the numbers of its bytes: é₁ is the first byte of é."
 
 
@@ -25,16 +25,16 @@ class _Side:
     match: np.ndarray | None
 
     def text(self, i: int) -> tuple | None:
-        """What is seen of sequence i, if there is one."""
+        """What is shown of sequence i, if it exists."""
         one = self.report
         return (list(one.queries[i]), list(one.keys[i]), one.cross) if i < len(one.queries) else None
 
     def name(self, i: int) -> str:
-        """The beginning of the text, by which a reader finds it."""
+        """The beginning of the text, by which a reader recognises it."""
         tokens = self.report.queries[i][:40]
         spaced = any(token.startswith(" ") for token in tokens)
         text = " ".join(("" if spaced else " ").join(tokens).replace(" ##", "").split())
-        text = re.sub(r"(.)₁[₂₃₄]*(?: ?\1[₂₃₄]+)+", r"\1", text)  # characters in parts
+        text = re.sub(r"(.)₁[₂₃₄]*(?: ?\1[₂₃₄]+)+", r"\1", text)  # split characters
         return f"{i + 1}: {text[:48]}{'…' * (len(text) > 48)}"
 
     def in_order(self, array: np.ndarray, none: Any) -> np.ndarray:
@@ -54,7 +54,7 @@ class _Side:
         if looked.weights is not None:
             return Frame(weights=self.in_order(looked.weights[i], 0)[:, :T, :S], **common)
         top, keys, coarse = (self.in_order(array[i], 0) for array in (looked.top, looked.keys, looked.coarse))
-        # Blocks of what was seen with padding: as many as the sequence reaches into.
+        # Of the blocks seen with padding, only those that the sequence reaches.
         span = (looked.top.shape[2] / coarse.shape[1], looked.length / coarse.shape[2])
         coarse = coarse[:, : math.ceil(T / span[0]), : math.ceil(S / span[1])]
         keys = np.maximum(keys[:, :T], 0)
@@ -69,7 +69,7 @@ class _Side:
 
 
 def page_of(report: Any, others: Sequence[Any]) -> Page:
-    """The page. A text that several reports show is one view, with a frame of each."""
+    """The page. A text shown by several reports is one view, with a frame from each."""
     first = _Side(report, 0, None)
     sides = [first, *(_Side(other, n, matched(report, other)) for n, other in enumerate(others, 1))]
     views = []

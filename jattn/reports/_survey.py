@@ -64,7 +64,7 @@ class Survey:
     notes: tuple[str, ...]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Everything that is known about each head: ``{name: array}``, with one entry for each head."""
+        """Everything known about each head: ``{name: array}``, with one entry per head."""
         L, N = self.effect.shape
         columns = {"layer": np.repeat(np.arange(L), N), "head": np.tile(np.arange(N), L)}
         columns |= {"effect": self.effect.ravel(), "exact": self.exact.ravel()}
@@ -91,7 +91,7 @@ class Survey:
         return "\n".join([*text, *self.notes])
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a row for each head.
+        """A ``pandas.DataFrame`` with one row per head.
 
         Raises:
             ImportError: pandas is not installed.
@@ -107,9 +107,9 @@ class Survey:
 
         Args:
             path: the file to write; None writes no file.
-            tokenizer: of the model; it turns ids into text.
-            options: keywords of ``jattn.report``. A survey knows the masks of ``jattn.interop`` only. For other models
-                pass the ``is_causal=True`` or ``mask=`` of the model's attention.
+            tokenizer: the model's tokenizer, which turns ids into text.
+            options: keywords of ``jattn.report``. A survey knows only the masks of ``jattn.interop`` models. For other
+                models, pass the ``is_causal=True`` or ``mask=`` of the model's attention.
         """
         columns = {"effect": self.effect}
         if self.attribution is not None:
@@ -136,26 +136,26 @@ def survey(
     - Roles: ``heads.roles``, with the heads of models with random parameters as the null. The baseline is the model on
       shuffled tokens. For ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
       a shuffled sequence still repeats tokens, and an induction head follows them.
-    - Effects: the metric with a head off (``heads.ablate``), minus the metric. All are estimated
-      (``heads.attribution_patch``). The heads with the largest sums of absolute estimates over positions are measured.
+    - Effects: the metric with a head off (``heads.ablate``), minus the metric. All effects are estimated
+      (``heads.attribution_patch``), and the heads with the largest sums of absolute estimates over positions measured.
     - Attribution: ``heads.logit_attribution``, the mean over tokens.
     - Paths: ``heads.path_patch``, from each earlier head into the queries and the keys of the head ``into``.
 
     Args:
         model: a ``jattn.interop.Transformer``, or any ``jattn.reports.LanguageModel``.
-        tokens: integers ``[B,T]``: sequences of one length, without padding.
+        tokens: integers ``[B,T]``: sequences of equal length, without padding.
         metric: ``(logits [T,V], tokens [T]) -> floating scalar`` of one sequence; its mean over sequences is used. By
             default ``jattn.reports.next_token_loss``, in nats. Estimates need its gradient.
-        kind: the output of a head that is off: ``"mean"``, ``"zero"``, or ``"resample"``, its output on the previous
+        kind: the output of a switched-off head: ``"mean"``, ``"zero"``, or ``"resample"``, its output on the previous
             sequence.
-        exact: the number of heads to measure, each by a run from its layer up; None measures all, which metrics
-            without a gradient need, such as the accuracy.
-        twins: a function from a seed to the model with random parameters. A ``Transformer`` needs none.
-        directions: ``[M]`` or an array that broadcasts to ``[B,T,M]``, to which heads are attributed; by default the
-            next token's row of the output embedding.
+        exact: the number of heads to measure, each by a run from its layer up; None measures all, as required by
+            metrics without a gradient, such as accuracy.
+        twins: a function from a seed to a model with random parameters. A ``Transformer`` needs none.
+        directions: ``[M]`` or an array that broadcasts to ``[B,T,M]``: the direction to which heads are attributed; by
+            default the next token's row of the output embedding.
         into: ``(layer, head)``: measure the paths into this head. They take other outputs from the previous sequence
             of the batch.
-        progress: show on a terminal's stderr what is running.
+        progress: show the running step on a terminal's stderr.
 
     Returns:
         A ``Survey``; ``table()`` shows it as text, ``report()`` as a page.
@@ -163,9 +163,9 @@ def survey(
     Raises:
         TypeError: the model is not an ``nnx.Module``, or lacks ``embed``, ``layers`` or ``unembed``.
         ValueError: ``tokens`` are not integers ``[B,T]`` with T at least 2; ``kind`` is unknown; the metric is not a
-            scalar, not finite on the clean run, or has no gradient for the estimates; a layer sows no heads; a model
-            that is not causal has no metric; ``into`` does not exist, has no earlier heads, or there is only one
-            sequence.
+            scalar, not finite on the clean run, or has no gradient for the estimates; a layer sows no heads; no metric
+            is given for a model that is not causal; ``into`` does not exist or has no earlier heads, or there is only
+            one sequence.
 
     Example:
         >>> from flax import nnx
@@ -221,7 +221,7 @@ def survey(
 
 
 def _checked(model: nnx.Module, tokens: ArrayLike, kind: str, exact: int | None) -> Array:
-    """The tokens; raises ``ValueError`` for these arguments."""
+    """The tokens; raises ``ValueError`` if one of these arguments is invalid."""
     ids = jnp.asarray(tokens)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.shape[0] or ids.shape[1] < 2:
         raise ValueError(
@@ -264,20 +264,20 @@ def _check_path(into: tuple[int, int], clean: Clean, tokens: Array, kernels: Arr
 
 
 def _largest(size: np.ndarray, count: int) -> np.ndarray:
-    """bool, where the ``count`` largest values are."""
+    """Bool, True for the ``count`` largest values."""
     chosen = np.zeros(size.size, bool)
     chosen[np.argsort(-size, axis=None, kind="stable")[:count]] = True
     return chosen.reshape(size.shape)
 
 
 def _pattern(clean: Clean, roles: heads.Roles | None, head: tuple[int, int]) -> str:
-    """The pattern of the head's role, or its largest score."""
+    """The pattern of the head's role, or of its largest score."""
     role = "" if roles is None else str(roles.label[head]).removeprefix(heads.WEAK)
     return role if role in PATTERNS else max(PATTERNS, key=lambda name: clean.statistics[name][head])
 
 
 def _note(kind: str, value: float, effect: np.ndarray, estimate: np.ndarray | None) -> str:
-    """How the effects were computed; with estimates, how well these fit what was measured."""
+    """How the effects were computed, and how well any estimates fit the measurements."""
     note = f"effect: the metric with the head off ({kind}) minus {value:.4f}"
     if estimate is None:
         return note

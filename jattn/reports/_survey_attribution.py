@@ -13,7 +13,7 @@ from jattn.interop import Transformer, logit_parts
 
 
 def out_kernels(model: Any) -> Array | None:
-    """``[L,N,D,M]``, if the model gives its kernels and no norm follows them."""
+    """``[L,N,D,M]``, if the model provides its kernels and no norm follows them."""
     if isinstance(model, Transformer):
         as_it_is = model.config.norm_first and not model.config.norm_outputs
         return model.layers.attention.out.kernel[...] if as_it_is else None
@@ -25,7 +25,7 @@ def attribution(
 ) -> tuple[np.ndarray | None, str]:
     """``[L,N]``, the mean over tokens, and a description; None and the reason if the model does not allow it.
 
-    ``directions``: ``[M]`` or an array that broadcasts to ``[B,T,M]``; None for each correct next token's.
+    ``directions``: ``[M]`` or an array that broadcasts to ``[B,T,M]``; None for the row of each correct next token.
     """
     last, target = tokens.shape[1], "the given directions"
     if directions is None:

@@ -4,7 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const heads = data.heads; // [{code, title, layer}], layer by layer
-const MOST = 128; // queries and keys of a picture that are drawn one by one
+const MOST = 128; // the most queries and keys of a picture that are drawn one by one
 const directions = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] }; // right, down
 
 function node(space, tag, attributes, children) {
@@ -22,13 +22,13 @@ const nearest = (values, wanted) =>
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const figures = (value) => (value === null || value === undefined ? "–" : value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(1)
   : Math.abs(value) < 10 ? value.toFixed(3) : value.toPrecision(4));
-/** At least the value, with two digits. */
+/** The value, rounded up to two digits. */
 function atMost(value) {
   const shown = value.toPrecision(2);
   return Number(shown) >= value ? shown : (Number(shown) + 10 ** (Math.floor(Math.log10(value)) - 1)).toPrecision(2);
 }
 
-/** Scrolls a box, and not the page, so that an element in it is seen. */
+/** Scrolls a box, not the page, so that an element in it is visible. */
 function reveal(element, box) {
   const at = element.getBoundingClientRect().top - box.getBoundingClientRect().top;
   if (at < 0 || at + element.offsetHeight > box.clientHeight) box.scrollTop += at - box.clientHeight / 2;
@@ -80,11 +80,11 @@ class Frame {
     return null;
   }
 
-  /** The kept pairs [key, weight] of a query, largest first, and what none of the others exceeds. */
+  /** The kept pairs [key, weight] of a query, largest first, and a bound on the others. */
   row(head, query) {
     const { T, S, k } = this, pairs = [];
-    const rounded = 0.51 * this.unit; // what rounding takes at most, in float32
-    const left = Math.max(this.dropped, rounded); // what is smaller than either need not be kept
+    const rounded = 0.51 * this.unit; // the largest rounding error, in float32
+    const left = Math.max(this.dropped, rounded); // weights smaller than either need not be kept
     if (!k) {
       for (let key = 0, i = (head * T + query) * S; key < S; key++, i++) if (this.weights[i]) pairs.push([key, this.weights[i] * this.unit]);
       pairs.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
@@ -97,7 +97,7 @@ class Frame {
     return { pairs, bound: pairs.length < k ? left : pairs[k - 1][1] + rounded };
   }
 
-  /** The cells of a picture, at most MOST or those of the coarse one; `per`: how many [queries, keys] are in a cell. */
+  /** The cells of a picture, at most MOST or the cells of the coarse one; `per`: the number of [queries, keys] per cell. */
   cells(head, from, most = MOST) {
     const { T, S, k, side } = this, [q0, k0, size] = from, rows = Math.min(size, T - q0), columns = Math.min(size, S - k0);
     if (k && size > MOST) { // the coarse picture has no parts

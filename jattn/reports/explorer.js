@@ -1,4 +1,4 @@
-// What the reader does: chooses a sequence, a head, a query; points, pins, zooms; and what the page then shows.
+// Handles what the reader does (choose a sequence, a head, a query; point, pin, zoom) and what the page then shows.
 
 const state = { view: 0, frame: 0, beside: null, head: 0, query: 0, key: 0, pinned: false, window: null };
 const pictures = []; // the large ones: {canvas, caption, frame()}
@@ -16,7 +16,7 @@ function soon() {
   waiting = requestAnimationFrame(showPoint);
 }
 
-/** All that depends on the query and the key. */
+/** Updates everything that depends on the query and the key. */
 function showPoint() {
   for (const { canvas, caption, frame } of pictures) {
     const of = frame();
@@ -42,7 +42,7 @@ function weightText(of, head, query, key) {
   return `not kept: at most ${atMost(of.row(head, query).bound)}`;
 }
 
-/** All that depends on the head. */
+/** Updates everything that depends on the head. */
 function showHead() {
   const { title } = heads[state.head], role = rolesOf(frame())[state.head] || "";
   for (const { canvas, caption, frame: at } of pictures) {
@@ -61,12 +61,12 @@ function showHead() {
   showPoint();
 }
 
-/** All that depends on the frame: loads it, and the one beside it; until then the page shows what it did. */
+/** Updates everything that depends on the frame: loads it and the one next to it; until then, the page is unchanged. */
 let asked = 0;
 async function showFrame(index, at = state.view, second = state.beside) {
   const own = ++asked, next = clamp(index, 0, views[at].frames.length - 1);
   await Promise.all([views[at].frames[next].load(), second && views[second[0]].frames[second[1]].load()]);
-  if (own !== asked) return; // the reader went on
+  if (own !== asked) return; // the reader has moved on
   if (at !== state.view) { state.window = null; showZoom(); }
   [state.view, state.frame, state.beside] = [at, next, second];
   const { timed, steps } = view(), step = steps[state.frame];
@@ -89,7 +89,7 @@ async function showFrame(index, at = state.view, second = state.beside) {
   for (const listen of onFrame) listen(step);
   showHead();
 }
-const onFrame = []; // what else on the page follows the step
+const onFrame = []; // other parts of the page that follow the step
 
 function showView(index, at) {
   const step = view().steps[state.frame], next = views[index]; // the new view's nearest, to compare views at one step
@@ -140,7 +140,7 @@ function addLarge(figure, frame) {
     soon();
   };
   canvas.addEventListener("pointermove", point);
-  canvas.addEventListener("click", (event) => { // a click pins the query that it meets, or releases it
+  canvas.addEventListener("click", (event) => { // a click pins the query under it, or releases it
     const pair = pairAt(canvas, event);
     if (!pair) return;
     state.pinned = !state.pinned || pair[0] !== state.query;
@@ -158,7 +158,7 @@ function addLarge(figure, frame) {
 }
 
 function keys(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return; // the browser's
+  if (event.ctrlKey || event.metaKey || event.altKey) return; // browser shortcuts
   const [right, down] = directions[event.key] || [], stride = event.shiftKey ? 10 : 1;
   const others = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => zoom(0), "[": () => chooseHead(state.head - 1),
     "]": () => chooseHead(state.head + 1), ",": () => change(-1), ".": () => change(1),
@@ -181,7 +181,7 @@ function change(by) {
 }
 
 function addSmall(head) {
-  const { title, code } = heads[head], label = title.includes(code) ? title : `${code}: ${title}`; // a voice command says what it sees
+  const { title, code } = heads[head], label = title.includes(code) ? title : `${code}: ${title}`; // voice commands use the visible label
   const button = html("button", { type: "button", class: "small", "aria-label": label, title },
     html("canvas", { "aria-hidden": "true" }), html("span", {}, code));
   button.addEventListener("click", () => chooseHead(head));
@@ -206,7 +206,7 @@ function remember() {
     const parts = { view, frame, head, query, key, ...(pinned ? { pin: 1 } : {}), ...(shown ? { window: shown } : {}), ...(beside ? { beside } : {}) };
     try { // a frame of a notebook has no address of its own
       history.replaceState(null, "", "#" + Object.entries(parts).map(([name, value]) => `${name}=${value}`).join("&"));
-    } catch { /* the selection is only not remembered */ }
+    } catch { /* then the selection is not remembered */ }
   }, 150);
 }
 
@@ -223,13 +223,13 @@ function recall() {
   const [v, f] = numbers("beside") || [];
   state.beside = views[v] && views[v].frames[f] ? [v, f] : null;
   const shown = numbers("window");
-  const { T, S } = frame(), most = [T - 1, S - 1, Math.max(T, S)]; // a link may be to another version of this page
+  const { T, S } = frame(), most = [T - 1, S - 1, Math.max(T, S)]; // a link may point to another version of this page
   state.window = shown && shown.length === 3 && shown.every((n, i) => Number.isInteger(n) && n >= 0 && n <= most[i]) && shown[2] > 0 ? shown : null;
 }
 
 // ---- setting up
 
-const options = []; // [view, frame] of each entry in the list of sequences; of views with steps one entry
+const options = []; // [view, frame] of each entry in the list of sequences; one entry per view with steps
 let across = 1; // heads in a row of the grid
 
 function fillLists() {

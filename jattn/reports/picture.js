@@ -2,7 +2,7 @@
 
 function shorten(pen, text, room) {
   if (pen.measureText(text).width <= room) return text;
-  const letters = [...text]; // half of a surrogate pair is no letter
+  const letters = [...text]; // half of a surrogate pair is not a letter
   let fits = 1, most = letters.length;
   while (fits < most) {
     const middle = Math.ceil((fits + most) / 2);
@@ -39,7 +39,7 @@ function drawLarge(canvas, frame, head) {
   canvas.per = cells.per[0];
   pen.imageSmoothingEnabled = false;
   const { edge, top, cell, tall, across, down } = place;
-  pen.save(); // the last block may be larger than what is left
+  pen.save(); // the last block may be larger than the space left
   pen.beginPath();
   pen.rect(edge, top, across, down);
   pen.clip();
@@ -54,7 +54,7 @@ function drawLarge(canvas, frame, head) {
 /** The largest weight on the scale of a picture's colours. */
 const scaleOf = (values) => ($("own").value ? values.reduce((most, value) => Math.max(most, value), 0) || 1 : data.top);
 
-/** The cells as an image of one pixel each; those that are not kept have the colour of the page's raised parts. */
+/** The cells as an image of one pixel each; cells not kept have the colour of the page's raised parts. */
 function tile({ values, rows, columns }) {
   const made = new OffscreenCanvas(columns, rows), pen = made.getContext("2d"), image = pen.createImageData(columns, rows);
   const none = [1, 3, 5].map((at) => parseInt(ink.raised.slice(at, at + 2), 16));
@@ -106,7 +106,7 @@ function drawLabels(pen, place, frame) {
   pen.fillText("Queries (Target)", -top - down / 2, 7);
 }
 
-/** The pair of a large picture that a pointer is at, or null if the text shown has none there: the other's is longer. */
+/** The pair under a pointer in a large picture, or null if the shown text has none there, being shorter than the other. */
 function pairAt(canvas, event) {
   const box = canvas.getBoundingClientRect(), { edge, top, cell, tall, q0, k0, rows, columns } = canvas.place;
   const key = Math.floor((event.clientX - box.left - edge) / cell), query = Math.floor((event.clientY - box.top - top) / tall);
@@ -132,7 +132,7 @@ function download(name, content) {
 
 const fileName = (kind) => `${heads[state.head].code}-${views[state.view].name.replace(/\W+/g, "-")}.${kind}`;
 
-/** The large picture as vector graphics, in its colours: a rectangle for each weight that is seen. */
+/** The large picture as vector graphics, in its colours: a rectangle for each visible weight. */
 function asSvg(canvas) {
   const { frame, head, place } = canvas, { edge, top, cell, tall, q0, k0, rows, columns, across, down } = place;
   const cells = frame.cells(head, windowOf(frame)), wide = cells.per[1] * cell, high = cells.per[0] * tall, parts = [];

@@ -5,10 +5,10 @@ const valuesOf = (of) => (data.numbers[of.numbers] || { values: [] }).values;
 
 // ---- text
 
-const WORDS = 4096; // of a long text, at most three times as many are on the page: around the query
+const WORDS = 4096; // of a long text, the page holds at most three times as many, around the query
 let text = null; // {view, from, spans, asked}: what is on the page; spans by key, asked by query, if that is another text
 let coloured = [];
-/** Tokens that bring no space of their own get one between them; a new line is one. */
+/** Adds a space between tokens that have none of their own; a new line counts as one. */
 function apart(spans) {
   const spaced = spans.some((span) => span.textContent.startsWith(" "));
   return spans.flatMap((span) => [
@@ -46,7 +46,7 @@ function showText() {
   $("text-title").textContent = `What ${view().asked[state.query]} sees`;
 }
 
-/** [key, weight] of the chosen query: of the chosen head, or the mean over all, of what is kept. */
+/** The kept [key, weight] pairs of the chosen query, for the chosen head or averaged over all heads. */
 function seen() {
   const of = frame();
   if ($("of").value === "head") return of.row(state.head, state.query).pairs;
@@ -57,7 +57,7 @@ function seen() {
 
 // ---- where the query looks, head by head
 
-const LOOKS = 3; // keys a head
+const LOOKS = 3; // keys per head
 let rows = [];
 function showLooks() {
   const of = frame(), shown = [state.beside ? beside() : null].filter((one) => one && one.T > state.query);
@@ -84,7 +84,7 @@ function showLooks() {
 
 // ---- numbers
 
-const ends = (name, values) => { // of the colours: 0 to 1, or the column's own
+const ends = (name, values) => { // of the colour scale: 0 to 1, or the column's own
   const [low, high] = extent(values.filter((v) => v !== null));
   return low >= 0 && high <= 1 ? [0, 1] : [low, high];
 };
@@ -152,8 +152,8 @@ function showNumbers() {
   [...$("head-map").children].forEach((cell, head) => {
     const value = values[by][head], at = share(value, scale[by]);
     cell.style.cssText = `background:${css(at)};color:${onColour(at)}`;
-    cell.setAttribute("aria-label", `${heads[head].title}, ${data.columns[by]}: ${figures(value)}`);
-    cell.title = cell.getAttribute("aria-label");
+    cell.title = `${heads[head].title}, ${data.columns[by]}: ${figures(value)}`;
+    cell.setAttribute("aria-label", `${cell.textContent}: ${cell.title}`);
     cell.setAttribute("aria-pressed", head === state.head);
   });
 }

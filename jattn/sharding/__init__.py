@@ -1,11 +1,11 @@
 """Shards attention over the devices of a mesh: by heads (``head_parallel_attention``) or by sequence.
 
-With a sharded sequence, keys and values rotate (``ring_attention``), or devices exchange the sequence for heads
+With a sharded sequence, either keys and values rotate (``ring_attention``), or devices exchange the sequence for heads
 (``ulysses_attention``), or both.
 
 Under a causal mask, the last device of a ``"contiguous"`` layout has the most work and the first hardly any. The
 ``"zigzag"`` layout splits the sequence into two chunks per device and gives device p the p-th chunk from the front and
-the p-th from the back, so that all devices have the same work in every step. Source: Llama 3,
+the p-th from the back, so that all devices have equal work in every step. Source: Llama 3,
 https://arxiv.org/abs/2407.21783, section 3.3.2.
 """
 

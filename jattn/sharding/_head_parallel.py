@@ -18,17 +18,17 @@ from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.masks import MaskFunction
 
 Axes = str | Sequence[str] | None
-OnPart = Callable[..., PyTree]  # ``fn(call, *arrays)``, of a device's part of the call and of arrays
+OnPart = Callable[..., PyTree]  # ``fn(call, *arrays)`` for a device's part of the call and of arrays
 
 
 class OverMesh:
-    """An implementation that runs on each device's part of a call; ``kinds`` says which field has which axes."""
+    """An implementation that runs on each device's part of a call; ``kinds`` maps fields to their axes."""
 
     kinds: ClassVar[Mapping[str, str]]
     mesh: jax.sharding.Mesh
 
     def __post_init__(self):
-        """Raises for an invalid mesh or axes, and turns lists of axes into tuples, which are hashable."""
+        """Raises for an invalid mesh or axes, and turns lists of axes into hashable tuples."""
         if not isinstance(self.mesh, jax.sharding.Mesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {type(self.mesh).__name__}")
         for field in self.kinds.values():
@@ -38,7 +38,7 @@ class OverMesh:
         self._named_axes()
 
     def mesh_axes(self, call: Call) -> MeshAxes:
-        """The axes over which a call is sharded: those of the fields, and of the query's type."""
+        """The axes over which a call is sharded, according to the fields and the query's type."""
         axes = self._named_axes()
         mesh, of_query = shard.explicit_axes(call.query)
         if mesh is None or mesh.shape != self.mesh.shape:
@@ -54,7 +54,7 @@ class OverMesh:
     def fold_parts(
         self, fold: Callable[[Call, Reduction], dict[str, Array]], call: Call, reduction: Reduction
     ) -> dict[str, Array]:
-        """``fold(part, reduction)`` on every device, with its parts of both; the results are divided like the call."""
+        """``fold(part, reduction)`` on every device, with its parts of both; the results are sharded like the call."""
         leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
 
         def on_device(part: Call, lse: Array, *data: Array) -> dict[str, Array]:
@@ -68,7 +68,7 @@ class OverMesh:
         return self.per_device(on_device, call, out_axes, *extra)
 
     def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(call, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
+        """``fn(call, *arrays)``, once for all devices: ``fold`` itself runs on each device."""
         return fn(call, *(array for array, _ in extra))
 
     def per_device(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
@@ -90,20 +90,20 @@ def in_units(size: float | int) -> str:
 
 
 class OnOwnPart(OverMesh):
-    """An implementation in which each device computes its part of the call alone, by the named one or the default."""
+    """An implementation in which each device computes its part alone, using the named kernel or the default."""
 
     implementation: str | None
 
     def unsupported_reason(self, call: Call) -> str | None:
-        """The reason of the named implementation of each device, if any."""
+        """The reason given by the implementation named for each device, if any."""
         return None if self.implementation is None else by_name(self.implementation).unsupported_reason(call)
 
     def slots(self, length: int) -> None:
-        """None: the slots of a sequence are in the tokens' own order."""
+        """None: the slots of a sequence are in token order."""
         return None
 
     def explain_parts(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
-        """What ``explain`` says of the call of one device."""
+        """The text of ``explain`` for one device's call."""
         texts = []
 
         def of_device(part: Call) -> Array:
@@ -122,10 +122,10 @@ class HeadParallel(OnOwnPart):
 
     Args:
         mesh: the devices; its other axes repeat the work.
-        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if they
-            divide evenly. If instead K divides the number of devices, each device gets all K heads and uses one.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if
+            evenly divisible. If instead K divides the number of devices, each device gets all K heads and uses one.
         batch_axis: the mesh axis (or axes) over which B is sharded.
-        implementation: the name of what each device runs; None picks one.
+        implementation: the name of the implementation on each device; None picks one.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``.
@@ -159,7 +159,7 @@ class HeadParallel(OnOwnPart):
         return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(call, explain)]
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, the part of one device."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, one device's part."""
         return Dispatch().fold(call, reduction)
 
     def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
@@ -183,7 +183,7 @@ def head_parallel_attention(
 ) -> Any:
     """``jattn.dot_product_attention`` with heads sharded over a mesh axis, without communication.
 
-    For arrays on a mesh of ``AxisType.Explicit``, plain ``dot_product_attention`` does the same.
+    For arrays on an ``AxisType.Explicit`` mesh, plain ``dot_product_attention`` does the same.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of all heads.
@@ -191,10 +191,10 @@ def head_parallel_attention(
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``,
             which sees global indices.
         mesh: the devices; its other axes repeat the work.
-        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if they
-            divide evenly. If instead K divides the number of devices, each device gets all K heads and uses one.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if
+            evenly divisible. If instead K divides the number of devices, each device gets all K heads and uses one.
         batch_axis: the mesh axis (or axes) over which B is sharded.
-        implementation: the name of what each device runs; None picks one.
+        implementation: the name of the implementation on each device; None picks one.
         return_residual: also return the log-sum-exp ``[B,T,N]``.
         options: the other keywords of ``jattn.dot_product_attention``.
 
@@ -222,7 +222,7 @@ def head_parallel_attention(
 def axes_by_kind(
     mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each kind, from the name of its argument and its value.
+    """The mesh axes of each kind, given its argument's name and value.
 
     Raises:
         ValueError: the mesh has no such axis, or an axis appears twice.

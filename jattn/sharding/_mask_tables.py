@@ -1,8 +1,8 @@
-"""Divides tables inside the masks of a ring like the sequence: each device holds the part that its chunks need.
+"""Shards the tables inside a ring's masks like the sequence: each device holds the part that its chunks need.
 
-A ``Dense`` table becomes a mask array, and each device holds its own rows. The ids of ``Segments`` are split into those
-of the device's queries and those of its keys, which rotate with them. Both require that positions are the tokens' own,
-and that the masks are joined to the others by ``&``; other tables are on every device.
+A ``Dense`` table becomes a mask array, and each device holds its own rows. The ids of ``Segments`` are split into the
+ids of the device's queries and the ids of its keys, which rotate with the keys. Both require that positions are the
+tokens' own and that the masks are joined to the others by ``&``; other tables are replicated on every device.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jattn.masks import Dense, MaskFunction, Segments
 
 @pytree_dataclass
 class SegmentsAtHand(Segments):
-    """``Segments`` of a part of the queries and a part of the keys, which begin at these indices."""
+    """``Segments`` for parts of the queries and keys that begin at these indices."""
 
     first_batch: Index = 0
     first_query: Index = 0
@@ -45,9 +45,9 @@ Turn = Callable[[AnyArray, int], AnyArray]  # ``turn(x, axis)``: ``x`` in the or
 
 
 def divide(call: Call, turn: Turn) -> tuple[Call, list[tuple[Array, str]]]:
-    """The call without the masks that have divisible tables, and these tables with the letters of their axes.
+    """The call without the masks that have divisible tables, and these tables with their axis letters.
 
-    It is also without the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
+    The call also lacks the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
     """
     T, S = call.query.shape[1], call.key.shape[1]
     call = dataclasses.replace(call, slot_masks=call.slot_masks[: call.has("slot_masks")])
@@ -71,26 +71,26 @@ def _lengths(mask: Segments) -> tuple[Length, Length]:
 
 
 def _covers(shape: tuple[Length, ...], T: Length, S: Length) -> bool:
-    """Whether a table ``[..., T|1, S|1]`` has an entry for each pair, and no more."""
+    """Whether a table ``[..., T|1, S|1]`` has exactly one entry for each pair."""
     return shape[-2] in (1, T) and shape[-1] in (1, S)
 
 
 def with_tables(part: Call, tables: Sequence[Array]) -> Call:
-    """A device's part of the call, with the masks of its parts of the tables."""
+    """A device's part of the call, with masks for its parts of the tables."""
     pairs = zip(tables[::2], tables[1::2], strict=True)
     masks = (SegmentsAtHand(*ids, part.first_batch) for ids in pairs)
     return dataclasses.replace(part, masks=(*part.masks, *masks))
 
 
 def rotating(call: Call) -> dict[str, Any]:
-    """What of a device's part rotates: fields of the call, and the keys' ids."""
+    """The items of a device's part that rotate: fields of the call, and the keys' ids."""
     fields = {name: getattr(call, name) for name, axes in AXES.items() if "s" in axes}
     ids = [mask.kv_ids for mask in call.masks if isinstance(mask, SegmentsAtHand)]
     return {name: x for name, x in fields.items() if x is not None} | {"kv_ids": ids}
 
 
 def with_keys(call: Call, keys: dict[str, Any]) -> Call:
-    """A device's part with what of another's has rotated to it, as ``rotating`` returned it."""
+    """A device's part, with the items of another's that have rotated to it, as returned by ``rotating``."""
     ids, fields = iter(keys["kv_ids"]), {name: x for name, x in keys.items() if name != "kv_ids"}
     masks = (
         dataclasses.replace(mask, kv_ids=next(ids)) if isinstance(mask, SegmentsAtHand) else mask for mask in call.masks
@@ -101,7 +101,7 @@ def with_keys(call: Call, keys: dict[str, Any]) -> Call:
 def of_chunks(
     masks: Sequence[MaskFunction], rows: Chunk, columns: Chunk, first_query: Index, first_key: Index
 ) -> tuple:
-    """The masks for a chunk of the queries and one of the keys at hand, which begin at these positions."""
+    """The masks for a chunk of queries and a chunk of the current keys, which begin at these positions."""
 
     def of_one(mask: MaskFunction) -> MaskFunction:
         if not isinstance(mask, SegmentsAtHand):

@@ -1,9 +1,9 @@
-"""Chooses what a hop of a ring computes: the kernel for a chunk of queries and a chunk of keys, and its call.
+"""Chooses what a ring hop computes: the kernel for a chunk of queries and a chunk of keys, and its call.
 
-Which chunks meet depends on the device, so in general their positions are data, and the running program decides what a
-query sees. Kernels that know masks only while tracing take no positions. They can run if what a chunk sees of another
-follows from their distance, as under a causal mask: nothing, everything, or what a mask of the distance shows. The
-device then picks one of a few calls, each with a static mask.
+Which chunks meet depends on the device, so their positions are generally data, and the running program decides what a
+query sees. Kernels that know masks only while tracing take no positions. They can run if the visibility between two
+chunks follows from their distance, as under a causal mask: nothing, everything, or what a mask of the distance shows.
+The device then picks one of a few calls, each with a static mask.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jattn.score_mods import SoftCap
 from jattn.sharding._rotation import Hop, RingPlan
 
 NOTHING, EVERYTHING, SOMETHING = range(3)
-# A chunk up to this length gets small blocks: large ones would be most of what its device holds.
+# Chunks up to this length get small blocks: large blocks would take up most of the device's memory.
 SHORT = 4096
 
 
@@ -51,10 +51,10 @@ class Ahead(Mask):
 
 
 def seen_by_distance(call: Call, chunks: int) -> tuple[int, ...] | None:
-    """What the queries of a chunk see of the keys of another, for each difference of their numbers >= -chunks + 1.
+    """What a chunk's queries see of another chunk's keys, for each difference of chunk numbers >= -chunks + 1.
 
-    ``NOTHING``, ``EVERYTHING`` or ``SOMETHING``. None if the scores depend on more than that difference, or if it is
-    not known while tracing.
+    ``NOTHING``, ``EVERYTHING`` or ``SOMETHING``. None if the scores depend on more than that difference, or if the
+    result is unknown while tracing.
     """
     T, S = call.query.shape[1], call.key.shape[1]
     others = call.bias, call.query_positions, call.kv_positions, call.dropout
@@ -72,7 +72,7 @@ def seen_by_distance(call: Call, chunks: int) -> tuple[int, ...] | None:
 
 
 def _is_of_distance(mask: MaskFunction) -> bool:
-    """Whether a mask is known, and shows pairs by the difference of their positions."""
+    """Whether a mask is known, and depends only on the difference of positions."""
     if isinstance(mask, And | Or | Not):
         parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
         return all(map(_is_of_distance, parts))
@@ -80,17 +80,17 @@ def _is_of_distance(mask: MaskFunction) -> bool:
     return type(mask) in (Causal, SlidingWindow) and known
 
 
-# From a device's queries and the keys at hand, the call of two of their chunks.
+# From a device's queries and the current keys, the call for two of their chunks.
 CallOf = Callable[[Call], Call]
-# ``carry = visit(carry, kernel, call_of, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
+# ``carry = visit(carry, kernel, call_of, i, j)``: the work with the i-th query chunk and the j-th key chunk.
 VisitPair = Callable[[PyTree, Kernel, CallOf, Index, Index], PyTree]
 
 
 def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitPair, carry: PyTree) -> PyTree:
-    """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th chunk of queries and the j-th of the keys at hand.
+    """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th query chunk and the j-th chunk of the current keys.
 
-    ``call``: the device's queries, and the keys at hand. ``call_of(call)`` is the call for the two chunks, which
-    ``kernel`` runs. Pairs of chunks without visible pairs may be left out.
+    ``call``: the device's queries and the current keys. ``call_of(call)`` is the call for the two chunks, which
+    ``kernel`` runs. Pairs of chunks without visible query-key pairs may be skipped.
     """
     device = jax.lax.axis_index(ring.axis)
     source = (device - hop.step) % ring.devices
@@ -105,7 +105,7 @@ def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitP
 
     def known_pair(carry: PyTree, i: Index, j: Index) -> PyTree:
         distance = ring.number(device, i) - ring.number(source, j)
-        number = jnp.asarray(numbers)[distance]  # from the end, if negative
+        number = jnp.asarray(numbers)[distance]  # counted from the end if negative
 
         def of(masks: Sequence[MaskFunction] | None) -> PyTree:
             if masks is None:
@@ -119,7 +119,7 @@ def each_pair(ring: RingPlan, platform: str, call: Call, hop: Hop, visit: VisitP
 
 
 def kernel_of(ring: RingPlan, platform: str, call: Call) -> Kernel:
-    """The kernel that computes a pair of chunks: the ring's, or the platform's own, or blockwise.
+    """The kernel that computes a pair of chunks: the ring's, the platform's own, or blockwise.
 
     Raises:
         Unsupported: the given kernel does not support the call.
@@ -128,14 +128,14 @@ def kernel_of(ring: RingPlan, platform: str, call: Call) -> Kernel:
     reason = kernel.unsupported_reason(call)
     if reason is not None:
         raise Unsupported(f"a ring cannot run {kernel.name!r} in its hops: {reason}; implementation=None picks one")
-    if kernel.platform is None and ring.kernel is None:  # the dense formula would not skip what is hidden
+    if kernel.platform is None and ring.kernel is None:  # the dense formula would not skip hidden blocks
         lengths = call.query.shape[1], call.key.shape[1]
         return Blockwise(tile(*lengths, SMALL) if max(lengths) <= SHORT else None)
     return kernel.prepare(call)
 
 
 def _runs_by_distance(ring: RingPlan, platform: str, call: Call) -> bool:
-    """Whether the kernel takes no positions, and can do without."""
+    """Whether the kernel takes no positions and does not need them."""
     if ring.distances is None:
         return False
     kernel = ring.kernel or Dispatch().kernel(platform, _call(ring, call, (), 0, 0))
@@ -143,16 +143,16 @@ def _runs_by_distance(ring: RingPlan, platform: str, call: Call) -> bool:
 
 
 def _call(ring: RingPlan, call: Call, masks: Sequence[MaskFunction], i: Index, j: Index) -> Call:
-    """The call for two chunks at hand; ``masks`` see their slots as positions."""
+    """The call for two current chunks; ``masks`` see their slots as positions."""
     t, s = call.query.shape[1] // ring.chunks, call.key.shape[1] // ring.chunks
     call = dataclasses.replace(call, masks=tuple(masks)).take(rows=Chunk(i * t, t), columns=Chunk(j * s, s))
     return dataclasses.replace(call, query_positions=None, kv_positions=None)
 
 
 def _masks_by_distance(ring: RingPlan, call: Call, hop: Hop) -> tuple[list[Any], np.ndarray]:
-    """The masks of each different call, None for none, and the number of the call for each difference of chunks.
+    """The masks of each distinct call (or None), and the call number for each difference of chunks.
 
-    Of those differences that there are in this hop.
+    Includes only differences that occur in this hop.
     """
     assert ring.distances is not None
     t, devices = call.query.shape[1] // ring.chunks, np.arange(ring.devices)

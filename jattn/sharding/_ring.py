@@ -39,9 +39,8 @@ class Ring(OverMesh):
         axis_name: the mesh axis over which T and S are sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order; ``"zigzag"``: in the order of ``to_zigzag``.
-        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; None picks one.
-        gradient_dtype: the dtype in which gradients of keys and values travel; float32 by default (float64 for
-            float64).
+        implementation: the implementation of each hop: a name or a ``jattn.kernels.Kernel``; None picks one.
+        gradient_dtype: the dtype in which key and value gradients travel; float32 by default (float64 for float64).
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` not a string, ``gradient_dtype`` not floating,
@@ -81,7 +80,7 @@ class Ring(OverMesh):
             object.__setattr__(self, "gradient_dtype", dtype)
 
     def _kernel(self) -> Kernel | None:
-        """What each hop runs, if given."""
+        """The kernel that each hop runs, if given."""
         kernel = by_name(self.implementation) if isinstance(self.implementation, str) else self.implementation
         if not isinstance(kernel, Kernel | None):
             raise TypeError(f"implementation must be a name, a jattn.kernels.Kernel or None, got {kernel!r}")
@@ -98,10 +97,10 @@ class Ring(OverMesh):
         return self.per_device(lambda part: ring_attend(plan, part), call, ("btnd", "btn"))
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, divided like the call."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, sharded like the call."""
         call = self._without_default_positions(call)
         plan = dataclasses.replace(self.plan(call), gradient_dtype=None)
-        platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
+        platform = self.mesh.devices.flat[0].platform  # from the mesh, because the tracing process may run elsewhere
         return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), call, reduction)
 
     def describe(self, call: Call, explain: Callable[[Call, str | None], str]) -> list[str]:
@@ -109,7 +108,7 @@ class Ring(OverMesh):
         call = self._without_default_positions(call)
         mesh_axes, plan = self.mesh_axes(call), self.plan(call)
         (B, S, K, H), D, heads = call.key.shape, call.value.shape[3], mesh_axes.parts("heads")
-        keys = B // mesh_axes.parts("batch") * (S // mesh_axes.parts("length"))  # of one head on a device
+        keys = B // mesh_axes.parts("batch") * (S // mesh_axes.parts("length"))  # for one head on a device
         numbers = keys * (H + D) * (K // heads if K % heads == 0 else 1)
         of_gradients = softmax_dtype(call.key) if self.gradient_dtype is None else self.gradient_dtype
         sizes = [np.dtype(dtype).itemsize for dtype in (call.key.dtype, of_gradients)]
@@ -140,7 +139,7 @@ class Ring(OverMesh):
         return shard.per_device(on_part, call, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
 
     def _without_default_positions(self, call: Call) -> Call:
-        """The call without positions that are known and are those of the layout, as the layer functions give them."""
+        """The call without known positions that match the layout, as given by the layer functions."""
         fields = {"query_positions": (call.query_positions, call.query), "kv_positions": (call.kv_positions, call.key)}
         default = {
             name: None
@@ -155,7 +154,7 @@ class Ring(OverMesh):
         return x if order is None else x[(slice(None),) * axis + (order,)]
 
     def plan(self, call: Call) -> RingPlan:
-        """The plan of the rotation for ``call``. With static masks, keys travel only as far as a device sees them."""
+        """The rotation plan for ``call``. With static masks, keys travel only as far as a device sees them."""
         mesh_axes, chunks = self.mesh_axes(call), LAYOUTS[self.layout]
         mesh_axes.check(call, chunks)
         P, T, S = mesh_axes.parts("length"), call.query.shape[1], call.key.shape[1]
@@ -195,14 +194,14 @@ def ring_attention(
 ) -> Any:
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis: no device ever holds all of it.
 
-    Keys and values rotate around the ring of P devices. Blocks that the mask empties are skipped, and with static masks
-    and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), also in the backward pass.
-    Keys travel in their own dtype while the device computes. Computation hides the traffic if the attention of a hop
+    Keys and values rotate around the ring of P devices. Blocks emptied by the mask are skipped, and with static masks
+    and positions, keys travel only as far as they are seen. Each device holds O((T + S) / P), even in the backward
+    pass. Keys travel in their own dtype while the device computes. Computation hides the traffic if a hop's attention
     takes longer than the transfer of its keys.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
-            multiples of the number of devices (of twice this number for ``"zigzag"``).
+            multiples of the number of devices (twice that number for ``"zigzag"``).
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         mesh: the devices; its other axes repeat the work.
@@ -210,13 +209,13 @@ def ring_attention(
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
             ``to_zigzag``, which balances causal work.
-        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; by default the platform's kernel, or
-            ``"blockwise"``.
-        gradient_dtype: the dtype in which gradients of keys and values travel: float32 by default (float64 for
-            float64); ``jnp.bfloat16`` halves their traffic and rounds them once per hop.
+        implementation: the implementation of each hop: a name or a ``jattn.kernels.Kernel``; by default, the
+            platform's kernel, or ``"blockwise"``.
+        gradient_dtype: the dtype in which key and value gradients travel: float32 by default (float64 for float64);
+            ``jnp.bfloat16`` halves their traffic and rounds them once per hop.
         return_residual: also return the log-sum-exp ``[B,T,N]``.
-        options: all other keywords of ``jattn.dot_product_attention``. Arrays by slot (``bias``, ``mask`` arrays,
-            positions) are in the order of the layout. Positions default to those of the tokens, and sequence lengths
+        options: all other keywords of ``jattn.dot_product_attention``. Arrays indexed by slot (``bias``, ``mask``
+            arrays, positions) are in layout order. Positions default to the tokens' positions, and sequence lengths
             count tokens. Each device holds its own rows of bias and mask arrays.
 
     Returns:
@@ -241,9 +240,9 @@ def ring_attention(
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Puts the sequence in zigzag order: of 2P chunks, device p gets the p-th and the (2P-1-p)-th.
+    """Puts the sequence in zigzag order: device p gets the p-th and (2P-1-p)-th of 2P chunks.
 
-    Applied to ``jnp.arange(T)`` it gives the tokens' positions in that order.
+    Applied to ``jnp.arange(T)``, it gives the tokens' positions in that order.
 
     Args:
         x: an array with the whole sequence.
@@ -261,7 +260,7 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """The inverse of ``to_zigzag``: puts the sequence along ``axis`` back in the tokens' own order.
+    """The inverse of ``to_zigzag``: restores token order along ``axis``.
 
     Raises:
         ValueError: the length is not a multiple of ``2 * devices``, or x has no such axis.
@@ -277,7 +276,7 @@ def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 def ring_blocks(
     mask: MaskFunction, query_length: int, kv_length: int, *, devices: int, layout: str = "contiguous"
 ) -> np.ndarray:
-    """The number of blocks that each device computes at each step of a ring, integers ``[devices, steps]``.
+    """The number of blocks computed by each device at each step of a ring, integers ``[devices, steps]``.
 
     Args:
         mask: a static mask over the tokens' own positions, the same for all sequences and heads.

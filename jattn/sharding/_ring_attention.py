@@ -1,9 +1,9 @@
-"""Computes attention of a device's own queries over the keys of all devices of a ring, and its derivatives.
+"""Computes attention, and its derivatives, for a device's own queries over the keys of all devices of a ring.
 
 ``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the sums ``acc`` and
-``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. So their derivatives add up to those of
-``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn._blocks.backward``), and the backward pass rotates
-the keys once more, with a device holding only its own and those at hand. A tangent rotates in the same way.
+``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. Their derivatives therefore add up to those of
+``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn._blocks.backward``). The backward pass rotates the
+keys once more, and a device holds only its own keys and the current ones. A tangent rotates in the same way.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, put
 
 
 def ring_attend(ring: RingPlan, call: Call) -> tuple[Array, Array]:
-    """``out [B,T,N,D]`` and ``lse [B,T,N]``, differentiable like those of a kernel.
+    """``out [B,T,N,D]`` and ``lse [B,T,N]``, differentiable like a kernel's results.
 
-    ``call`` is the device's part; its ``slot_masks`` have the device's rows and leave out the lengths.
+    ``call`` is the device's part; its ``slot_masks`` contain the device's rows and omit the lengths.
     """
     call = canonical(call)
     return backward.differentiable(_forward, _accumulate, call, ring, backward=_backward, count=None)
@@ -83,9 +83,9 @@ def _add_sums(
     platform: str, call: Call, row_max: Array, ring: RingPlan, add: Callable[..., list[Array]],
     like: Sequence, *rows: Array,
 ) -> list[Array]:  # fmt: skip
-    """``totals = add(totals, acc, row_sum, i, *rows)`` of each pair of chunks, starting with zeros ``like``.
+    """``totals = add(totals, acc, row_sum, i, *rows)`` for each pair of chunks, starting with zeros ``like``.
 
-    like: ``[B,T,N,...]``. i: the number of the chunk of queries that ``rows`` belong to.
+    like: ``[B,T,N,...]``. i: the number of the query chunk to which ``rows`` belong.
     """
 
     def of_group(totals: list[Array], call: Call, h: Index) -> list[Array]:
@@ -112,13 +112,13 @@ def _add_sums(
 def _backward(
     platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
 ) -> dict[int, Array]:
-    """The cotangents of query, key and value, by each hop's kernel; if others are ``captured``, all by blockwise."""
+    """The cotangents of query, key and value, from each hop's kernel, or from blockwise if others are ``captured``."""
     call, (out, row_max, row_sum, *error), ring = inputs
     leaves, dtype = jax.tree.leaves(call), softmax_dtype(call.query)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     captured = [arrays[i] for i in wanted if i > 2]
     seen, (d_out, d_row_sum) = row_sum != 0, cotangents
-    # In the dtype of out it takes less memory, and it is no more precise than the cotangent of out was.
+    # In the dtype of out, it takes less memory, and it is no more precise than the cotangent of out.
     d_out = jnp.zeros_like(out) if d_out is None else jnp.where(seen[..., None], d_out, 0).astype(out.dtype)
     d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else jnp.where(seen, d_row_sum, 0)
     if captured:
@@ -145,7 +145,7 @@ def _backward(
                     others = [jax.tree.leaves(at_hand)[n] for n in captured]
                     of_pair = jax.vjp(accumulate, call.query, call.key, call.value, *others)[1](cotangents)
                 else:
-                    if kernel.wide_query:  # what the keys of one hop have in common is large before all are summed
+                    if kernel.wide_query:  # the shared component of one hop's keys is large before summation
                         call = dataclasses.replace(call, query=call.query.astype(dtype))
                     of_pair = kernel.backward_of_part(
                         platform, call, tuple(results[: 3 + kernel.returns_error]), cotangents
@@ -165,7 +165,7 @@ def _backward(
         return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(gradients, of_heads, strict=True)]
 
     numbers = [*range(3), *captured]
-    # Those of all heads are added up, the others are a head's own.
+    # Cotangents shared by all heads are added up; the others belong to one head.
     dtypes = [leaves[n].dtype if n < 3 else softmax_dtype(leaves[n]) for n in numbers]
     zeros = [jnp.zeros(leaves[n].shape, kind) for n, kind in zip(numbers, dtypes, strict=True)]
     gradients = each_kv_head(platform, of_group, zeros, call)
@@ -174,7 +174,7 @@ def _backward(
 
 
 def _with_leaves(call: Call, numbers: Sequence[int], values: Sequence[Array]) -> Call:
-    """``call`` with ``values`` for its leaves of these ``numbers``."""
+    """``call`` with ``values`` for its leaves with these ``numbers``."""
     leaves, structure = jax.tree.flatten(call)
     for n, x in zip(numbers, values, strict=True):
         leaves[n] = x
@@ -182,9 +182,9 @@ def _with_leaves(call: Call, numbers: Sequence[int], values: Sequence[Array]) ->
 
 
 def _product(platform: str, call: Call, results: Sequence[Array], d_out: Array, ring: RingPlan) -> Array:
-    """The sums ``[B,T,N]`` of ``d_out * out``. If out was rounded, it is computed anew: the keys rotate once more.
+    """The sums ``[B,T,N]`` of ``d_out * out``. If out was rounded, it is recomputed: the keys rotate once more.
 
-    As for ``jattn._blocks.backward._Tangents``.
+    As in ``jattn._blocks.backward._Tangents``.
     """
     out, row_max = results
     if out.dtype == row_max.dtype:

@@ -1,4 +1,4 @@
-"""Sums over the weights of a ring: each device's own queries and the keys of all devices."""
+"""Sums over the weights of a ring, for each device's own queries and the keys of all devices."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, tak
 def ring_fold(ring: RingPlan, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
     """``ReducesWeights.fold`` for the device's own queries and the keys of all devices.
 
-    Offsets are those of tokens, and every device gets the sums over all devices. ``platform``: of the devices.
+    Offsets are token offsets, and every device gets the sums over all devices. ``platform``: the devices' platform.
     """
     (B, T, N, _), S, dtype = call.query.shape, call.key.shape[1], reduction.lse.dtype
     t, s, all_queries = T // ring.chunks, S // ring.chunks, ring.devices * T
@@ -70,7 +70,7 @@ def ring_fold(ring: RingPlan, platform: str, call: Call, reduction: Reduction) -
 
 
 def _combine(kind: str, x: Array, chunk: Array, start: Index) -> Array:
-    """``x [B,N,...]`` with ``chunk`` added at ``start``, or its maximum taken for the kind ``"row_max"``."""
+    """``x [B,N,...]`` with ``chunk`` added at ``start``, or the maximum taken for the kind ``"row_max"``."""
     combine = jnp.maximum if kind == "row_max" else jnp.add
     old = jax.lax.dynamic_slice_in_dim(x, start, chunk.shape[2], 2)
     return jax.lax.dynamic_update_slice_in_dim(x, combine(old, chunk), start, 2)

@@ -1,9 +1,9 @@
-"""Rotates keys around a ring: which device computes with which keys, and what travels meanwhile.
+"""Rotates keys around a ring: determines which device computes with which keys, and what travels meanwhile.
 
 Runs inside ``jax.shard_map``. Keys and values rotate by ``ppermute`` and leave for the next device before the work with
 them begins (https://arxiv.org/abs/2310.01889). Sums for a key, such as its gradient, follow one hop behind: they leave
-when the work of a hop begins, and the result of this hop is added when they arrive. So a compiler can send both while
-the device computes.
+when a hop's work begins, and the hop's result is added when they arrive. A compiler can therefore send both while the
+device computes.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ from jattn._mods.arrays import AnyArray, Index
 from jattn.kernels import Kernel
 from jattn.sharding._mask_tables import of_chunks
 
-#: The layouts of a ring, each with the number of chunks of the sequence that a device holds.
+#: The layouts of a ring, each with the number of sequence chunks per device.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}
-# With at least this many queries on each device, a hop of a single head has enough to compute for an accelerator.
+# With at least this many queries per device, a hop of a single head gives an accelerator enough work.
 MANY = 4096
 
 
 class Hop(NamedTuple):
-    """One turn of a ring: the keys at hand are those of the device ``step`` places before this one."""
+    """One turn of a ring: the current keys come from the device ``step`` places before this one."""
 
     step: Index
-    possible: tuple[int, ...]  # what ``step`` may be, if it is traced
+    possible: tuple[int, ...]  # possible values of ``step``, if it is traced
 
 
 # ``state, added = visit(state, keys, hop)``: the work with the keys of one device, and what it adds for them.
 Visit = Callable[[PyTree, PyTree, Hop], tuple[Any, Any]]
-# ``carry = visit(carry, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
+# ``carry = visit(carry, i, j)``: the work with the i-th query chunk and the j-th key chunk.
 VisitChunks = Callable[[PyTree, Index, Index], PyTree]
 # ``carry = of_kv_head(carry, call, h)``: the work with the call of the h-th key/value head.
 OfKvHead = Callable[[PyTree, Call, Index], PyTree]
@@ -54,35 +54,36 @@ class RingPlan:
     devices: int
     layout: str
     steps: tuple[int, ...]
-    kernel: Kernel | None  # of each hop; None: what its platform takes
-    gradient_dtype: DTypeLike | None  # in which gradients of keys and values travel; None: that of their sums
-    distances: tuple[int, ...] | None  # as of ``jattn.sharding._pairs.seen_by_distance``
+    kernel: Kernel | None  # for each hop; None: the platform's choice
+    gradient_dtype: DTypeLike | None  # of traveling key and value gradients; None: the dtype of their sums
+    distances: tuple[int, ...] | None  # as from ``jattn.sharding._pairs.seen_by_distance``
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of the sequence on each device."""
+        """The number of sequence chunks per device."""
         return LAYOUTS[self.layout]
 
     def rotate(self, visit: Visit, state: PyTree, keys: PyTree, *, sums: bool = False) -> tuple[Any, Any]:
-        """``state, added = visit(state, keys, hop)`` with the ``keys`` of every device that are needed, one by one.
+        """``state, added = visit(state, keys, hop)`` with the needed ``keys`` of each device, one by one.
 
-        With ``sums``, also returns the sum of what the devices ``added`` for the keys of this one. Its own keys then
-        come last, while the sums of the others travel home; otherwise first. No hop is wasted, so the first and the
-        last visits are compiled separately from those between, which are a loop.
+        With ``sums``, also returns the sum of what the devices ``added`` for this device's keys. Its own keys then come
+        last, while the sums of the others travel home; otherwise they come first. No hop is wasted, so the first and
+        last visits are compiled separately from the loop over the visits in between.
         """
         total = None
         visits = self.steps[1:] if sums else self.steps
         home, gaps = keys, np.diff(visits)
 
         def work(state: PyTree, total: PyTree, keys: PyTree, hop: Hop, before: int, after: int) -> tuple:
-            # What has arrived leaves before more work begins: otherwise XLA may hide a hop behind too little.
+            # Data that has arrived leaves before more work begins: otherwise, XLA may hide a hop behind too little
+            # work.
             state, total, keys = jax.lax.optimization_barrier((state, total, keys))
             following, arriving = self.send(keys, after), self._send_sums(total, before)
             state, added = visit(state, keys, hop)
             return state, added if total is None else jax.tree.map(jnp.add, arriving, added), following
 
         def in_loop(k: int) -> bool | np.bool_:
-            """Whether the k-th visit is like its neighbours: one step from each."""
+            """Whether the k-th visit is one step from each of its neighbors."""
             follows = not sums or (k > 0 and gaps[k - 1] == 1)
             return follows and k < len(gaps) and gaps[k] == 1
 
@@ -109,14 +110,14 @@ class RingPlan:
         return jax.lax.optimization_barrier((state, total))
 
     def over_pairs(self, visit: VisitChunks, carry: PyTree) -> PyTree:
-        """``carry = visit(carry, i, j)`` for the i-th chunk of queries and the j-th of keys."""
+        """``carry = visit(carry, i, j)`` for the i-th query chunk and the j-th key chunk."""
         if self.chunks == 1:
             return visit(carry, 0, 0)
         pairs = jnp.array(list(itertools.product(range(self.chunks), repeat=2)))
         return jax.lax.scan(lambda carry, ij: (visit(carry, ij[0], ij[1]), None), carry, pairs)[0]
 
     def number(self, device: Index | np.ndarray, chunk: Index) -> Index | np.ndarray:
-        """The number of a device's chunk among all chunks of the sequence: from the front or, the second, the back."""
+        """The number of a device's chunk among all chunks of the sequence: from the front, or (the second) the back."""
         return device + chunk * (2 * self.devices - 1 - 2 * device)
 
     def tokens(self, device: Index, chunk: Index, size: int) -> Array:
@@ -124,7 +125,7 @@ class RingPlan:
         return jnp.asarray(self.number(device, chunk) * size) + jnp.arange(size)
 
     def part(self, call: Call, source: Index, i: Index, j: Index) -> Call:
-        """The call for the i-th chunk of the device's queries and the j-th of the keys of ``source``."""
+        """The call for the i-th chunk of the device's queries and the j-th chunk of ``source``'s keys."""
         t, s = call.query.shape[1] // self.chunks, call.key.shape[1] // self.chunks
         device = jax.lax.axis_index(self.axis)
         q_tokens, kv_tokens = self.tokens(device, i, t), self.tokens(source, j, s)
@@ -142,7 +143,7 @@ class RingPlan:
         )
 
     def send(self, tree: PyTree, shift: int) -> PyTree:
-        """``tree`` of the device ``shift`` places before this one."""
+        """``tree`` from the device ``shift`` places before this one."""
         if shift % self.devices == 0:
             return tree
         pairs = [(device, (device + shift) % self.devices) for device in range(self.devices)]
@@ -156,9 +157,9 @@ class RingPlan:
 
 
 def each_kv_head(platform: str, of_kv_head: OfKvHead, carry: PyTree, call: Call) -> PyTree:
-    """``carry = of_kv_head(carry, call, h)`` with the call of each key/value head, or once with that of all heads.
+    """``carry = of_kv_head(carry, call, h)`` with the call of each key/value head, or once with the call of all heads.
 
-    One by one, as with many queries on each device, all that the rotation holds is that of a single head.
+    One by one, as with many queries per device, the rotation holds only a single head's data at a time.
     """
     T, K = call.query.shape[1], call.key.shape[2]
     if K == 1 or (platform != "cpu" and T < MANY):

@@ -1,4 +1,4 @@
-"""Runs attention with sharded keys and whole queries: each device attends to its own keys, then one merge."""
+"""Runs attention with sharded keys and whole queries: devices attend to their own keys, then merge the results."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,16 +23,17 @@ from jattn.sharding._head_parallel import Axes, OnOwnPart, OnPart, in_units
 class SplitKeys(OnOwnPart):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: keys over ``axis_name`` of ``mesh``.
 
-    Every device attends with all queries to its own keys and values. Two all-reduces, of ``[B,T,N]`` and of
-    ``[B,T,N,D+1]`` numbers, merge the results. Calls with a sharded cache (``jattn.init_cache``) use it. It is meant
-    for few queries; if there are as many as keys, use a ``Ring``, which also shards queries. Masks and score functions
-    see global positions, and each device holds its own columns of ``mask`` and ``bias`` arrays.
+    On every device, all queries attend to the device's own keys and values. Two all-reduces, of ``[B,T,N]`` and
+    ``[B,T,N,D+1]`` numbers, merge the results. Calls with a sharded cache (``jattn.init_cache``) use this
+    implementation. It is meant for few queries; for equally many queries and keys, use a ``Ring``, which shards queries
+    as well. Masks and score functions see global positions, and each device holds its own columns of ``mask`` and
+    ``bias`` arrays.
 
     Args:
         mesh: the devices; its other axes repeat the work.
         axis_name: the mesh axis (or axes) over which S is sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
-        implementation: the name of what each device runs; None picks one.
+        implementation: the name of the implementation on each device; None picks one.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``.
@@ -58,9 +59,9 @@ class SplitKeys(OnOwnPart):
     implementation: str | None = None
 
     def run(self, call: Call) -> tuple[Array, Array]:
-        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``, whole on every device along ``axis_name``."""
+        """``out [B,T,N,D]`` and ``lse [B,T,N]`` of ``call``, replicated along ``axis_name``."""
         axes = self.mesh_axes(call).keys
-        # Each device's gradient of the query is rounded only when all are summed.
+        # The devices' gradients of the query are summed before rounding.
         call = dataclasses.replace(call, query=call.query.astype(softmax_dtype(call.query)))
 
         def attend(part: Call) -> tuple[Array, Array]:
@@ -91,7 +92,7 @@ class SplitKeys(OnOwnPart):
                 if kind == "column_sum":
                     return x
                 if kind == "row_max":
-                    return jax.lax.all_gather(x, axes).max(0)  # differentiable, as pmax is not
+                    return jax.lax.all_gather(x, axes).max(0)  # differentiable, unlike pmax
                 if kind == "diagonal_sum":
                     whole = jnp.zeros((*x.shape[:2], T + S - 1), x.dtype)
                     x = jax.lax.dynamic_update_slice_in_dim(whole, x, first, axis=2)
@@ -102,9 +103,9 @@ class SplitKeys(OnOwnPart):
         return self.fold_parts(fold_on_device, call, reduction)
 
     def per_device(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn._core.shard.per_device`` with sharded keys: lengths and positions are of each device's slots."""
+        """``jattn._core.shard.per_device`` with sharded keys: lengths and positions apply to each device's slots."""
         mesh_axes = self.mesh_axes(call)
-        # What is seen by position, so that slots must have theirs.
+        # Masks that see positions, which each slot must therefore keep.
         by_position = bool(call.masks) or call.score_mod is not None or call.dropout is not None
 
         def on_part(part: Call, *arrays: Array) -> PyTree:
@@ -126,11 +127,11 @@ class SplitKeys(OnOwnPart):
 def merge_devices(
     out: Float[Array, "*rows D"], lse: Float[Array, "*rows"], axes: tuple[str, ...]
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """``merge`` of the results of all devices along mesh ``axes``, on each of them; inside ``jax.shard_map``.
+    """The ``merge`` of the results of all devices along mesh ``axes``, on each device; inside ``jax.shard_map``.
 
-    Two all-reduces: the largest lse of each row, then the sums of ``e^(lse - largest)`` and of ``out`` times it,
-    together. An all-reduce takes a sum or a maximum and no function of both, and no device knows a bound of the
-    others' lse; an all-gather would do with one, but hold every device's ``out``.
+    Takes two all-reduces: the largest lse of each row, then, together, the sums of ``e^(lse - largest)`` and of its
+    product with ``out``. An all-reduce computes either a sum or a maximum, and no device knows a bound on the others'
+    lse; a single all-gather would suffice, but hold every device's ``out``.
     """
     row_max = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
     row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
@@ -143,7 +144,7 @@ def merge_devices(
 
 
 def for_cache(sharding: NamedSharding, implementation: str | None) -> SplitKeys:
-    """The ``SplitKeys`` of calls with a cache that is sharded like that."""
+    """The ``SplitKeys`` for calls with a cache sharded this way."""
     axes = axes_of(sharding)
-    assert isinstance(axes.mesh, Mesh)  # as ``init_cache`` checks
+    assert isinstance(axes.mesh, Mesh)  # checked by ``init_cache``
     return SplitKeys(axes.mesh, axes.keys, axes.batch, axes.heads, implementation)

@@ -33,7 +33,7 @@ class Ulysses(OverMesh):
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
         ring_axis: the mesh axis of a ring; T and S are then sharded over ``(ring_axis, axis_name)``.
         layout: of the ring, ``"contiguous"`` or ``"zigzag"``.
-        implementation: the name of what each device runs; None picks one. Not with ``ring_axis``.
+        implementation: the name of the implementation on each device; None picks one. Not with ``ring_axis``.
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` names no axis, or ``ring_axis`` several.
@@ -68,7 +68,7 @@ class Ulysses(OverMesh):
         if self.ring_axis is not None:
             if not isinstance(self.ring_axis, str):
                 raise TypeError(f"ring_axis must name one axis of the mesh, got {self.ring_axis!r}")
-            Ring(self.mesh, self.ring_axis, layout=self.layout)  # raises what is wrong
+            Ring(self.mesh, self.ring_axis, layout=self.layout)  # raises the error
             if self.implementation is not None:
                 raise ValueError(
                     f"implementation={self.implementation!r} needs whole sequences, which a ring along "
@@ -80,7 +80,7 @@ class Ulysses(OverMesh):
             )
 
     def unsupported_reason(self, call: Call) -> str | None:
-        """The reason of the named implementation of each device, if any."""
+        """The reason given by the implementation named for each device, if any."""
         return self._inner(self.mesh_axes(call)).unsupported_reason(call)
 
     def run(self, call: Call) -> tuple[Array, Array]:
@@ -116,7 +116,7 @@ class Ulysses(OverMesh):
         jax.eval_shape(exchanged)
         (B, T, N, H), (_, S, K, D), sent_heads = call.query.shape, call.value.shape, inner.pop(0)
         devices = math.prod(mesh_axes.parts(kind) for kind in ("batch", "length", "heads"))
-        others = call.query.dtype.itemsize / devices * (1 - 1 / self._devices)  # of a device, all but its own share
+        others = call.query.dtype.itemsize / devices * (1 - 1 / self._devices)  # for a device, all but its own share
         queries, keys, out = (in_units(B * n * others) for n in (T * N * H, S * sent_heads * (H + D), T * N * D))
         times = "" if sent_heads == K else f" (each key head {sent_heads // K} times)"
         return [
@@ -132,7 +132,7 @@ class Ulysses(OverMesh):
 
     @property
     def _exchanging(self) -> tuple[str, ...]:
-        """The mesh axes over which the all-to-alls are."""
+        """The mesh axes of the all-to-alls."""
         return (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name or ())
 
     @property
@@ -145,14 +145,14 @@ class Ulysses(OverMesh):
         return dataclasses.replace(mesh_axes, heads=mesh_axes.heads + self._exchanging, length=ring)
 
     def _inner(self, mesh_axes: MeshAxes) -> HeadParallel | Ring:
-        """What runs between the all-to-alls."""
+        """The implementation that runs between the all-to-alls."""
         heads = self._while_by_heads(mesh_axes).heads
         if self.ring_axis is None:
             return HeadParallel(self.mesh, heads, mesh_axes.batch, self.implementation)
         return Ring(self.mesh, self.ring_axis, mesh_axes.batch, heads, self.layout)
 
     def _by_heads(self, mesh_axes: MeshAxes, call: Call) -> Call:
-        """The call with its heads over the devices that its sequence was over.
+        """The call with its heads sharded over the devices that previously sharded its sequence.
 
         Raises:
             ValueError: a size cannot be divided.
@@ -164,12 +164,13 @@ class Ulysses(OverMesh):
         return dataclasses.replace(call, query=query, key=key, value=value)
 
     def _to_heads(self, mesh_axes: MeshAxes, x: Array, axes: str) -> Array:
-        """``x``, with axes of these letters, with its heads over the devices that its sequence was over.
+        """``x``, with these axis letters, with its heads sharded over the devices that previously sharded its sequence.
 
-        Key heads are repeated until the devices divide them: if fewer than devices, each goes to those that use it.
+        Key heads are repeated until divisible by the devices: if fewer than devices, each goes to the devices that use
+        it.
         """
         P, heads, K = self._devices, mesh_axes.parts("heads"), x.shape[2]
-        whole = K % heads != 0  # each device along the axes of heads has all key heads and uses one
+        whole = K % heads != 0  # each device along the head axes has all key heads and uses one
         times = P // math.gcd(1 if whole else K // heads, P)
 
         def exchange(x: Array) -> Array:
@@ -190,7 +191,7 @@ class Ulysses(OverMesh):
         return shard.map_shards(exchange, mesh_axes.mesh, mesh_axes.named, (after,), before)(x)
 
     def _specs(self, mesh_axes: MeshAxes, axes: str, whole_kv_heads: bool = False) -> list[PartitionSpec]:
-        """With the sequence over all devices, and with heads in its place."""
+        """The axes with the sequence over all devices, and with heads in its place."""
         sides = (mesh_axes, whole_kv_heads), (self._while_by_heads(mesh_axes), False)
         return [side.spec(axes, [0] * len(axes), whole) for side, whole in sides]
 
@@ -214,34 +215,34 @@ def ulysses_attention(
 ) -> Any:
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis, and heads instead during attention.
 
-    All-to-alls of queries, keys and values give each device whole sequences for its share of the heads; another gives
-    it the output for its share of the sequence. Unlike in a ring, the traffic of a device falls with the number of
-    devices. But there can be no more devices than query heads, and each holds the whole length of its heads.
-    Source: https://arxiv.org/abs/2309.14509.
+    All-to-alls of queries, keys and values give each device whole sequences for its share of the heads; another
+    all-to-all returns the output for its share of the sequence. Unlike in a ring, a device's traffic falls with the
+    number of devices. However, there can be no more devices than query heads, and each device holds the full length of
+    its heads. Source: https://arxiv.org/abs/2309.14509.
 
-    With ``ring_axis`` a device has a share of the sequence instead of whole sequences, and keys and values rotate along
-    that axis as in ``ring_attention``: heads in a node, a ring between nodes.
-    Source: https://arxiv.org/abs/2405.07719.
+    With ``ring_axis``, a device has a share of the sequence instead of whole sequences, and keys and values rotate
+    along that axis as in ``ring_attention``: heads within a node, a ring between nodes. Source:
+    https://arxiv.org/abs/2405.07719.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence. T and S are
-            multiples of the number of devices along ``ring_axis`` and ``axis_name``, and N of that along ``head_axis``
-            and ``axis_name``.
+            multiples of the number of devices along ``ring_axis`` and ``axis_name``; N is a multiple of the number
+            along ``head_axis`` and ``axis_name``.
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         mesh: the devices; its other axes repeat the work.
         axis_name: the mesh axis (or axes) over which T and S are sharded, and N instead during attention. Key/value
-            heads are repeated until the devices divide them. So if K divides the number of devices, each device gets
-            only the head that it uses.
+            heads are repeated until divisible by the number of devices. So if K divides the number of devices, each
+            device gets only the head that it uses.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
         ring_axis: the mesh axis of a ring. T and S are then sharded over ``(ring_axis, axis_name)``, in that order.
         layout: of the ring: ``"contiguous"``, or ``"zigzag"`` for the order of ``to_zigzag`` over the devices along
             ``ring_axis``.
-        implementation: the name of what each device runs; None picks one. Not with ``ring_axis``.
+        implementation: the name of the implementation on each device; None picks one. Not with ``ring_axis``.
         return_residual: also return the log-sum-exp ``[B,T,N]``.
-        options: all other keywords of ``jattn.dot_product_attention``. Arrays by slot (``bias``, ``mask`` arrays,
-            positions) are in the order of the layout. Each device holds its own heads of bias and mask arrays, and
-            all positions (with ``ring_axis``, its own rows and its share of positions).
+        options: all other keywords of ``jattn.dot_product_attention``. Arrays indexed by slot (``bias``, ``mask``
+            arrays, positions) are in layout order. Each device holds its own heads of bias and mask arrays, and all
+            positions (with ``ring_axis``, its own rows and its share of positions).
 
     Returns:
         ``out [B,T,N,D]``, with the sequence sharded; with ``return_residual``, ``(out, lse)``.

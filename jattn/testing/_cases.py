@@ -1,4 +1,4 @@
-"""Lists the cases: options of a call, and a plain definition of what they mean. Axis sizes are distinct primes."""
+"""Lists the cases: a call's options, and a plain definition of their meaning. Axis sizes are distinct primes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from jattn._mods.mask import Ends, Indices, Interval
 from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn.score_mods import ScoreMod
 
-# Of results, relative to the largest.
+# Tolerances of results, relative to the largest.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
 
@@ -28,23 +28,23 @@ class Case:
     """One call of ``jattn.dot_product_attention``, and a plain definition of its mask and score function.
 
     Attributes:
-        options: the call's arguments other than query, key, value and ``score_mod``; the floats ``bias`` and ``sinks``
-            among them are differentiated.
-        sees: ``(b, h, q, kv) -> bool``: what is visible under ``is_causal``, ``local_window_size`` and a ``mask`` in
-            ``options`` that is not an array. It gets integers, and positions for ``q`` and ``kv``.
+        options: the call's arguments other than query, key, value and ``score_mod``; of these, the floats ``bias`` and
+            ``sinks`` are differentiated.
+        sees: ``(b, h, q, kv) -> bool``: the visibility under ``is_causal``, ``local_window_size`` and a non-array
+            ``mask`` in ``options``. It receives integers, with positions for ``q`` and ``kv``.
         vectorized: ``sees`` gets arrays ``b [B,1,1,1]``, ``h [N,1,1]``, ``q [B,1,T,1]`` and ``kv [B,1,1,S]`` instead.
-        score: ``(params, score, h [N,1,1], q [T,1], kv [1,S]) -> score``: what ``mod`` computes.
+        score: ``(params, score, h [N,1,1], q [T,1], kv [1,S]) -> score``: the definition of ``mod``.
         mod: ``params -> score_mod``.
         params: the score function's floats, which are differentiated.
         shape: ``(B, T, S, N, K, H, D)``.
         amplify: a factor on the queries.
         dtype: of query, key and value, which are normally distributed.
-        tolerance: of ``out`` and ``lse``, relative to the largest value, and never less than the dtype's 2e-5, 4e-3
-            (float16) or 2e-2 (bfloat16); that of gradients is 2 times as large, in 16 bits 8 times.
-        poisoned: NaN or infinity in keys and values that nobody sees must change no bit.
-        offset: a factor on a normally distributed vector ``[K,H]`` that all keys have in common, like the bias of a
-            projection. Only the gradients of ``out`` are then compared. A vector that keys share changes no weight, so
-            the product of these gradients with it must vanish, while it dominates the gradient of the lse.
+        tolerance: for ``out`` and ``lse``, relative to the largest value, and never less than the dtype's 2e-5, 4e-3
+            (float16) or 2e-2 (bfloat16). The tolerance for gradients is twice as large, or 8 times in 16 bits.
+        poisoned: NaN or infinity in unseen keys and values must change no bit.
+        offset: a factor on a normally distributed vector ``[K,H]`` added to all keys, like the bias of a projection.
+            Only the gradients of ``out`` are then compared. A vector shared by all keys changes no weight, so its
+            product with these gradients must vanish, while it dominates the gradient of the lse.
 
     Example:
         >>> odd = jattn.testing.Case({"mask": lambda b, h, q, kv: kv % 2 == 1}, lambda b, h, q, kv: kv in (1, 3, 5, 7, 9))
@@ -74,7 +74,7 @@ class Case:
         object.__setattr__(self, "options", options)
 
     def of(self, dtype: DTypeLike) -> "Case":
-        """The case in another dtype, if it is of float32."""
+        """The case in another dtype, if its own is float32."""
         return dataclasses.replace(self, dtype=dtype) if self.dtype == jnp.float32 else self
 
 
@@ -99,7 +99,7 @@ def _floats(*shape: int) -> np.ndarray:
 
 
 def _bucket(offset: int) -> int:
-    """T5's bucket of ``kv - q``, of 8 in both directions, with a largest distance of 16."""
+    """T5's bucket of ``kv - q``, one of 8 in both directions, with a maximum distance of 16."""
     first, distance = 4 if offset > 0 else 0, abs(offset)
     return first + (distance if distance < 2 else min(2 + int(np.log(distance / 2) / np.log(8) * 2), 3))
 
@@ -120,7 +120,7 @@ _half = lambda b, h, q, kv: (q + b) % 2 == 0
 _of_all_indices = lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0
 _thirds = lambda b, h, q, kv: kv % 3 == 0
 
-#: The cases of small calls, by name; under a minute for a kernel that compiles quickly.
+#: Cases of small calls, by name; they take under a minute for a kernel that compiles quickly.
 CASES: Mapping[str, Case] = {
     "plain": Case(),
     "one query": Case(shape=(2, 1, S, N, K, H, D)),
@@ -225,7 +225,7 @@ _window = {"local_window_size": (200, 0), "is_causal": True}, lambda b, h, q, kv
 _two_of_three = lambda b, h, q, kv: (q + 2 * kv + h) % 3 != 0
 _lengths = {"key_value_seq_lengths": np.array([1000, 0]), "query_seq_lengths": np.array([700, 600])}
 
-#: Cases in several blocks of every kernel, at the sizes, dtypes and odd lengths of real calls, by name.
+#: Cases that span several blocks of every kernel, at the sizes, dtypes and odd lengths of real calls, by name.
 AT_SIZE: Mapping[str, Case] = {
     "causal, bfloat16, 64 features": _at_size(1152, 1152, 4, 2, 64, *_causal).of(jnp.bfloat16),
     "causal, bfloat16, 128 features": _at_size(1152, 1152, 4, 2, 128, *_causal).of(jnp.bfloat16),

@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: ``"right"``; ``"wrong"``; ``"refused"``, by ``unsupported_reason`` or ``jattn.Unsupported``;
-            ``"failed"``, with another exception.
+            ``"failed"``, with any other exception.
         reason: why the result is not right, otherwise None.
         error: the largest ratio of an error to its tolerance; None if no error was measured.
 
@@ -43,18 +43,19 @@ def check(
     """Tests an implementation on all cases.
 
     Args:
-        implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``. If it has ``dtypes``
-            without float32, cases of float32 run in the last of these.
-        cases: ``{name: Case}``; None for all of ``CASES``. ``AT_SIZE`` has larger ones.
-        gradients: also compare the gradients of query, key and value, and of ``bias``, ``sinks`` and the arrays that
-            score functions capture.
+        implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``. If its ``dtypes``
+            lack float32, float32 cases run in the last of these dtypes.
+        cases: ``{name: Case}``; None for all of ``CASES``. ``AT_SIZE`` has larger cases.
+        gradients: also compare the gradients of query, key and value, and of ``bias``, ``sinks`` and arrays captured by
+            score functions.
 
     Returns:
-        ``{name: Outcome}``, each ``"right"`` or ``"refused"``. A refusal raises no error, so check what was refused.
+        ``{name: Outcome}``, each ``"right"`` or ``"refused"``. A refusal raises no error, so check which cases were
+        refused.
 
     Raises:
-        AssertionError: a case is wrong or failed; the message lists all of these.
-        TypeError: ``implementation`` is not one of these.
+        AssertionError: a case is wrong or failed; the message lists all such cases.
+        TypeError: ``implementation`` is none of the above.
 
     Example:
         >>> cases = {name: jattn.testing.CASES[name] for name in ("causal, top-left", "sinks")}
@@ -80,7 +81,7 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
     """The outcome of one case.
 
     The call is compiled, with float32 products in full precision: by default, TPUs and GPUs round their factors. For a
-    ``poisoned`` case, the results with NaN, infinity and 0 in unseen places must be bit-identical.
+    ``poisoned`` case, the results with NaN, infinity and 0 in unseen positions must be bit-identical.
 
     Args:
         implementation: a name, a ``Kernel``, or an object with ``unsupported_reason`` and ``run``.
@@ -116,7 +117,7 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """Refuses what an implementation has a reason against; a call with an object does not ask for it."""
+    """Raises the implementation's reason against a call, if any; calls with an object skip this check."""
 
     implementation: Implementation
 
@@ -133,7 +134,7 @@ class _Asked:
 def run(
     case: Case, implementation: str | Implementation, arrays: Inputs, options: Mapping[str, Any] | None = None
 ) -> Results:
-    """``out`` and ``lse`` of a case; ``options`` stand for the case's own."""
+    """``out`` and ``lse`` of a case; ``options`` replace the case's own."""
     options = {name: x for name, x in (case.options if options is None else options).items() if name not in arrays}
     if case.mod is not None:
         options["score_mod"] = case.mod(arrays["params"])
@@ -145,7 +146,7 @@ def run(
 def values_and_gradients(
     case: Case, attention: Attention, arrays: Inputs, gradients: bool = True
 ) -> tuple[Results, Inputs]:
-    """What ``attention`` gives, and the gradients as of ``reference``; an lse of -inf is left out."""
+    """The results of ``attention``, and gradients as in ``reference``; an lse of -inf is excluded."""
 
     def loss(arrays: Inputs) -> tuple[jax.Array, Results]:
         out, lse = attention(arrays)
@@ -160,7 +161,7 @@ def values_and_gradients(
 
 
 def compare(case: Case, values: tuple[Results, Inputs], expected: tuple[Results, Inputs]) -> Outcome:
-    """The outcome by results and gradients, which may be missing."""
+    """The outcome, given results and gradients, which may be missing."""
     ((out, lse), gradients), ((exact_out, exact_lse), exact) = values, expected
     if (out.dtype, lse.dtype) != (case.dtype, jnp.float32):
         return Outcome("wrong", f"out is {out.dtype} and lse {lse.dtype}, expected {jnp.dtype(case.dtype)} and float32")
@@ -179,12 +180,12 @@ def _off(share: float) -> str:
 
 
 def same_bits(tree: Any, other: Any) -> bool:
-    """Whether two trees of arrays hold the same bits."""
+    """Whether two trees of arrays are bit-identical."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
 def largest_error(tree: Any, expected: Any) -> float:
-    """The largest ``error`` of two trees of arrays."""
+    """The largest ``error`` between two trees of arrays."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
     return max((error(x, exact) for x, exact in pairs), default=0.0)

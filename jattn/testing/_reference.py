@@ -1,4 +1,4 @@
-"""Computes the result of a case in float64: the formula and its gradients, without any code of jattn's."""
+"""Computes the result of a case in float64: the formula and its gradients, without using jattn's code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 from jattn._mods.arrays import AnyArray
 from jattn.testing._cases import Case
 
-Inputs = dict[str, AnyArray]  # query, key, value, and bias, sinks and params where a case has them
+Inputs = dict[str, AnyArray]  # query, key, value, and bias, sinks and params if the case has them
 Results = tuple[AnyArray, AnyArray]  # out, lse
 
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
-    """All differentiated arrays, float32 NumPy, rounded to the case's dtype."""
+    """All differentiated arrays, as float32 NumPy arrays, rounded to the case's dtype."""
     B, T, S, N, K, H, D = case.shape
     rng = np.random.default_rng(7)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
@@ -27,7 +27,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def poisoned(case: Case, value: float) -> dict[str, np.ndarray]:
-    """``inputs``, with ``value`` in all keys that nobody sees and in all queries past their length."""
+    """``inputs``, with ``value`` in all unseen keys and in all queries past their length."""
     arrays, seen = inputs(case), visible(case)
     lengths = np.reshape(case.options.get("query_seq_lengths", [case.shape[1]] * case.shape[0]), (-1, 1))
     unseen, blind = ~seen.any((1, 2)), np.arange(case.shape[1]) >= lengths
@@ -37,7 +37,7 @@ def poisoned(case: Case, value: float) -> dict[str, np.ndarray]:
 
 
 def visible(case: Case) -> np.ndarray:
-    """The visible pairs ``[B,N,T,S]``; one at a time, unless the case is ``vectorized``."""
+    """The visible pairs ``[B,N,T,S]``, evaluated one by one unless the case is ``vectorized``."""
     (B, T, S, N, *_), options = case.shape, case.options
     q_pos = np.broadcast_to(options.get("query_positions", np.arange(T)), (B, T))
     kv_pos = np.broadcast_to(options.get("kv_positions", np.arange(S)), (B, S))
@@ -55,9 +55,9 @@ def visible(case: Case) -> np.ndarray:
 
 
 def reference(case: Case) -> tuple[Results, Inputs]:
-    """The formula, computed explicitly: ``out`` and ``lse``, and the gradients of ``factors`` times both, by hand.
+    """The formula, computed explicitly: ``out`` and ``lse``, and handwritten gradients of ``factors`` times both.
 
-    With an ``offset``, of ``factors`` times ``out``.
+    With an ``offset``, the gradients of ``factors`` times ``out`` only.
     """
     _, T, S, N, K, H, _ = case.shape
     arrays = {name: x.astype(np.float64) for name, x in inputs(case).items()}
@@ -108,12 +108,12 @@ def _in_float64(fn: Callable[..., Any], *arguments: np.ndarray | None) -> Any:
 
 
 def factors(shape: tuple[int, ...]) -> np.ndarray:
-    """A different factor for each entry, which float32 holds."""
+    """A different factor for each entry, exact in float32."""
     return np.random.default_rng(9).normal(size=shape).astype(np.float32).astype(np.float64)
 
 
 def error(x: AnyArray, expected: AnyArray) -> float:
-    """The largest difference divided by the largest finite expected value; infinite for a NaN or a wrong infinity."""
+    """The largest difference divided by the largest finite expected value; infinite for unexpected NaN or infinity."""
     x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
     finite = np.isfinite(expected)
     if x.shape != expected.shape or (x[~finite] != expected[~finite]).any() or not np.isfinite(x[finite]).all():

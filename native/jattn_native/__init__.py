@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import jaxlib
 
-# jattn takes only this version, because it depends on the kernels' operands.
+# jattn requires exactly this version, because it depends on the kernels' operands.
 __version__ = "0.2.0"
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library with ``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which it registers with XLA.
+    """The loaded library, with ``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, registered with XLA.
 
     Raises:
         ImportError: the package was not built, or not for this machine or this jaxlib.

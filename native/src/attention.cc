@@ -1,5 +1,5 @@
 // Attention on CPUs, for XLA's foreign function interface: forward, gradients, and a few queries against many keys.
-// What is computed is told in jattn/kernels/native.py, how in kernel.inc.
+// jattn/kernels/native.py describes what is computed, and kernel.inc how.
 
 #include <algorithm>
 #include <atomic>
@@ -32,12 +32,12 @@ namespace ffi = xla::ffi;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST = -3.4028234663852886e38f;  // the largest score of a query that sees nothing
-constexpr int KEYS = 64;                          // of a block: they and their values stay in the nearest cache
-constexpr int QUERIES = 256;                       // of a task, which read a block of keys tile by tile
-constexpr int ROWS = 128;      // of a step of the backward pass: what it holds of them takes half of 512 KiB
-constexpr int READS = 2;       // of a key, at most, by steps or tasks: more of them make a copy that is read faster pay
+constexpr int KEYS = 64;                          // per block: they and their values stay in the nearest cache
+constexpr int QUERIES = 256;                       // per task, which read a block of keys tile by tile
+constexpr int ROWS = 128;      // per step of the backward pass: their data takes half of 512 KiB
+constexpr int READS = 2;       // of a key, at most, by steps or tasks: with more, a copy that is read faster pays off
 constexpr int MAX_DIM = 256;
-constexpr int PART = 1024;  // keys of a task with few queries
+constexpr int PART = 1024;  // keys per task with few queries
 
 struct BFloat16 {
   uint16_t bits;
@@ -54,14 +54,14 @@ static inline float as_float(float x) { return x; }
 static inline float as_float(BFloat16 x) { return of_bits((uint32_t)x.bits << 16); }
 static inline float as_float(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  const float small = (float)(int)rest * 5.9604644775390625e-8f;  // below 2^-14 a multiple of 2^-24
+  const float small = (float)(int)rest * 5.9604644775390625e-8f;  // below 2^-14, a multiple of 2^-24
   const uint32_t large = rest < 0x7c00u ? (rest << 13) + (112u << 23) : rest << 13 | 0x7f800000u;  // or infinite, or NaN
   uint32_t bits;
   memcpy(&bits, &small, 4);
   return of_bits(sign | (rest < 0x400u ? bits : large));
 }
 
-// An array [B|1,N|1,T|1,S|1], read where it is: an axis of 1 has a step of 0. It may be null.
+// An array [B|1,N|1,T|1,S|1], read in place: an axis of size 1 has a step of 0. May be null.
 struct Pairs {
   const void* data;
   bool is_bfloat16;
@@ -70,18 +70,18 @@ struct Pairs {
   long at(int b, int h, int t, int j) const { return b * of_b + h * of_h + t * of_t + j * of_s; }
 };
 
-// Sizes as in the axis legend, and everything that scores depend on. A query sees the keys low <= position <= high whose
-// id is its own and that the mask shows. Pointers may be null: of key_positions if a key's position is its slot.
+// Sizes as in the axis legend, and all inputs of scores. A query sees the keys low <= position <= high that have the
+// query's id and are shown by the mask. Pointers may be null; a null key_positions means that positions equal slots.
 struct Scores {
   int B, T, S, N, K, H, D;
   float scale, cap, kept;                     // cap 0: no soft cap; kept: 1 / (1 - rate) of dropout
-  unsigned dropped;                           // pairs whose hash is less are
+  unsigned dropped;                           // pairs with a smaller hash are dropped
   const int *low, *high, *lengths;            // [B|1,N|1,T], and [B]: the slots of the keys
   long of_b, of_h;                            // the steps of low and high
   const int *query_ids, *key_ids;             // [B,T], [B,S]
   const int *positions, *key_positions;       // [B,T], [B,S]
   const float *slopes, *relative;             // [N], and [N,2*distance+1]: by the query's position minus the key's
-  int distance;                               // those beyond have the last entry
+  int distance;                               // distances beyond use the last entry
   Pairs bias, mask;
   const unsigned* seeds;                      // [B|1,N|1,2], of dropout
   long seeds_of_b, seeds_of_h;
@@ -98,11 +98,11 @@ struct Scores {
   int slots(int b) const { return lengths ? std::max(std::min(lengths[b], S), 0) : S; }
   int position_of_key(int b, int j) const { return key_positions ? key_positions[(long)b * S + j] : j; }
   const unsigned* seed(int b, int h) const { return seeds + b * seeds_of_b + h * seeds_of_h; }
-  // What queries, or in pairs their products, are multiplied by: then those are scores, or scores divided by the cap.
+  // The factor on queries, or on their products with pairs, that yields scores, or scores divided by the cap.
   float factor() const { return cap ? scale / cap : scale; }
 };
-// The largest score of a query and the sum of exp(score - largest), kept apart: at large scores their logarithms' sum
-// would lose the smaller. NaN where the query sees one, and LEAST and 0 where it sees nothing.
+// The largest score of a query and the sum of exp(score - largest), kept separate: at large scores, adding the latter's
+// logarithm would lose its digits. NaN if the query sees a NaN, and LEAST and 0 if it sees nothing.
 template <typename In>
 struct Forward {
   const In *q, *k, *v;
@@ -112,7 +112,7 @@ template <typename In>
 struct Backward {
   const In *q, *k, *v;
   const float *row_max, *inverse, *d_out, *delta;  // of d_score = weight (d_out . value + delta), weight with inverse
-  float *d_q, *d_k, *d_v, *totals;  // totals: of each query, the sum of d_score as d_q has it; not of floats
+  float *d_q, *d_k, *d_v, *totals;  // totals: each query's sum of d_score as used in d_q; not for floats
 };
 template <typename In>
 struct Decode {
@@ -181,13 +181,13 @@ extern "C" int widest() {
 #ifdef X86
   bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has512) return 16;  // those have fma and f16c, too
+  if (has512) return 16;  // these have fma and f16c as well
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 8;
 #endif
   return 4;
 }
 
-// Whether this CPU has products of bfloat16.
+// Whether this CPU has bfloat16 products.
 extern "C" int has_bfloat16_products() {
 #ifdef X86
   return widest() == 16 && __builtin_cpu_supports("avx512bf16");
@@ -197,7 +197,7 @@ extern "C" int has_bfloat16_products() {
   return 0;
 }
 
-// The vectors asked for, 0: the widest; BFLOAT16 for those with products of bfloat16.
+// The requested vectors (0: the widest); BFLOAT16 for vectors with bfloat16 products.
 constexpr int BFLOAT16 = 17;
 template <typename In>
 static int resolved(int width, bool in_float32) {
@@ -214,8 +214,8 @@ static int resolved(int width, bool in_float32) {
 #define BY_WIDTH(width, call) any_cpu::call
 #endif
 
-// work(i, memory) for i < count, by the caller and by threads of the pool that are free. The caller waits for those at
-// work alone: it may be one of the pool itself, and tasks that nobody has taken up find nothing left to do.
+// work(i, memory) for i < count, run by the caller and by free threads of the pool. The caller waits only for threads
+// at work, because it may belong to the pool itself; tasks started later find nothing left to do.
 template <typename Work>
 static void parallel(ffi::ThreadPool& pool, long count, long floats, const Work& work) {
   struct State {
@@ -259,8 +259,7 @@ static Pairs pairs_of(const ffi::AnyBuffer& x) {
           n[2] > 1 ? n[3] : 0, n[3] > 1};
 }
 
-// The operands after `rest` are those that jattn/kernels/native.py lists. Empty arrays stand for those that there are
-// not.
+// The operands after `rest` are listed in jattn/kernels/native.py. Empty arrays stand for absent operands.
 static Scores scores_of(ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::RemainingArgs& rest,
                         int32_t dropped) {
   auto query = q.dimensions(), key = k.dimensions().last(3);
@@ -311,8 +310,8 @@ static Array<X> array_of(long count) {
   return Array<X>((X*)aligned_alloc(64, (count * sizeof(X) + 63) / 64 * 64));
 }
 
-// The rows of keys or values that queries see, as [B,K,S,width]. A head's rows in [B,S,K,width] lie in so many pages
-// that the processor has to look up where each is, again and again.
+// The key or value rows seen by queries, as [B,K,S,width]. A head's rows in [B,S,K,width] span so many pages that the
+// processor would have to look up their addresses again and again.
 template <typename In>
 static Array<In> by_head(ffi::ThreadPool& pool, const Scores& s, const In* x, int width) {
   Array<In> to = array_of<In>((long)s.B * s.K * s.S * width);
@@ -341,7 +340,7 @@ static void forward_all(ffi::ThreadPool& pool, int width, Scores s, Forward<In> 
   }
   parallel(pool, (long)s.B * s.N * tasks, BY_WIDTH(width, forward_floats(s)), [&](long i, float* memory) {
     long head = i / tasks;
-    int t0 = (tasks - 1 - i % tasks) * QUERIES;  // under a causal mask the last take longest
+    int t0 = (tasks - 1 - i % tasks) * QUERIES;  // under a causal mask, the last tasks take longest
     BY_WIDTH(width, forward(s, f, head / s.N, head % s.N, t0, memory));
   });
 }
@@ -424,7 +423,7 @@ static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const 
   }
 }
 
-// Keys and values may be those of all layers, [L,B,S,K,H], of which the queries see one.
+// Keys and values may hold all layers, [L,B,S,K,H], of which the queries see one.
 static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                          ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, Result out, Result row_max,
                          Result row_sum, Result scratch, int32_t width, int32_t dropped, bool) {

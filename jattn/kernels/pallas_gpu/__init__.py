@@ -1,7 +1,7 @@
 """``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
 
-This file says what the kernels refuse. The kernels are in ``passes.py`` and ``row_sums.py``, on top of ``pipeline.py``
-(the loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
+This file defines what the kernels refuse. The kernels are in ``passes.py`` and ``row_sums.py``, on top of
+``pipeline.py`` (the loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from jattn._mods.arrays import cdiv
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_tiles import PallasKernel
 
-OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
+OLDEST = (0, 11, 2)  # JAX version: the kernel language changes with each
 ENTRIES = 2**24  # blocks in the lists: 64 MiB
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasGPU(PallasKernel):
-    """``implementation=``: ``"pallas_gpu"`` with your own settings. Never run on hardware: taken by name only.
+    """``implementation=``: ``"pallas_gpu"`` with custom settings. Never run on hardware: taken only by name.
 
     ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``, for tests that call ``forward``,
-    ``backward`` and ``reduce`` themselves: Pallas' interpreter calls Python, which a deferred operation cannot.
+    ``backward`` and ``reduce`` directly: Pallas' interpreter calls Python, which a deferred operation cannot do.
     """
 
     name: ClassVar[str] = "pallas_gpu"
@@ -47,7 +47,7 @@ class PallasGPU(PallasKernel):
         yield rows * columns > ENTRIES, f"{rows} by {columns} blocks are too many"
 
     def lowering_reason(self, platform: str) -> str | None:
-        """Also rejects GPUs other than Hopper's. For an unknown GPU, as in an export, JAX compiles for a Hopper."""
+        """Also rejects GPUs other than Hopper. For an unknown GPU, as in an export, JAX compiles for Hopper."""
         devices = (deferred.device(), jax.devices()[0])
         chip = next((x.compute_capability for x in devices if hasattr(x, "compute_capability")), "9.0")
         needs = "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)"

@@ -1,8 +1,8 @@
-"""The sums by offset of ``"pallas_gpu"``: each program adds up the blocks along one diagonal of the scores.
+"""The sums by offset in ``"pallas_gpu"``: each program sums the blocks along one diagonal of the scores.
 
-All of them have the same offsets, from -63 to 63 around that of their corners, so their sums stay in registers. A block
-goes through shared memory: its rows are written below each other and read again, each a place further to the left than
-the one before, which puts a diagonal into a column.
+These blocks all have the same offsets, from -63 to 63 around their corners' offset, so their sums stay in registers. A
+block passes through shared memory: its rows are written below each other and read back, each shifted one place further
+left than the previous row, which puts each diagonal into a column.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
 from jattn.kernels.pallas_tiles import Ref
 
 SIZE = ROWS, ROWS
-WIDE = 2 * ROWS  # the offsets of a block, and one that it does not have
+WIDE = 2 * ROWS  # the offsets of a block, and one unused offset
 
 
 def sum_diagonals(
@@ -42,11 +42,11 @@ def sum_diagonals(
     tables = [_skewed(table.swapaxes(1, 2)) for table in block_table(plan.call, SIZE)]
     plan = dataclasses.replace(plan, lists=row_lists(*tables, by_key=False))
     kernel = _Diagonals(plan, Values(plan, reduction), names)
-    seen = jnp.asarray(tables[0].any(2))[:, None, :, None]  # the list of a diagonal without blocks has one nevertheless
+    seen = jnp.asarray(tables[0].any(2))[:, None, :, None]  # the list of a diagonal without blocks still has one entry
     (T, S), of_keys = (plan.call.query.shape[1], plan.call.key.shape[1]), plan.operands.padded[1]
     results = {}
     for name, x in zip(names, kernel.call(q, k), strict=True):
-        x = jnp.where(seen, x, 0.0)  # [B,N,diagonals,128]: by 64 plus the query's offset from the key, in the block
+        x = jnp.where(seen, x, 0.0)  # [B,N,diagonals,128]: index: 64 plus the query's offset from the key, in the block
         low, high = (half.reshape(*x.shape[:2], -1) for half in (x[..., :ROWS], x[..., ROWS:]))
         sums = jnp.pad(low, ((0, 0), (0, 0), (0, ROWS))) + jnp.pad(high, ((0, 0), (0, 0), (ROWS, 0)))
         results[name] = sums[..., of_keys - S + 1 : of_keys + T][..., ::-1]
@@ -64,7 +64,7 @@ def _skewed(
 
 
 def _column(diagonal: Any, row: Any, rows: int) -> Any:
-    """The block of queries in which a diagonal meets a block of keys, ``row`` of ``rows``."""
+    """The block of queries where a diagonal meets the block of keys ``row`` of ``rows``."""
     return row + diagonal - (rows - 1)
 
 
@@ -77,7 +77,7 @@ class _Diagonals:
     names: Sequence[str]
 
     def call(self, q: jax.Array, k: jax.Array) -> Sequence[jax.Array]:
-        """For each name ``[B,N,diagonals,128]``."""
+        """For each name, ``[B,N,diagonals,128]``."""
         plan, (entries, counts), (B, _, N, _) = self.plan, self.plan.lists, q.shape
         program = plgpu.kernel(
             self.run,
@@ -162,12 +162,12 @@ class _Diagonals:
 
 
 def _line(x: jax.Array) -> jax.Array:
-    """``[128]``, a number in each thread."""
+    """``[128]``, one number per thread."""
     return plgpu.layout_cast(x, plgpu.Layout.WG_STRIDED((WIDE,), vec_size=1))
 
 
 def _by_diagonal(skewed: Ref, x: jax.Array) -> jax.Array:
-    """``[keys, queries] -> [128]``: at ``64 + query - key`` the sum of a diagonal.
+    """``[keys, queries] -> [128]``: entry ``64 + query - key`` is the sum of a diagonal.
 
     ``skewed [64, 192]`` has zeros on either side.
     """

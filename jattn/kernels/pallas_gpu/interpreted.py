@@ -1,4 +1,4 @@
-"""Runs ``pallas_gpu`` in Pallas' interpreter, which has callbacks and so cannot run in a deferred operation."""
+"""Runs ``pallas_gpu`` in Pallas' interpreter, which uses callbacks and so cannot run in a deferred operation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from jattn.kernels.pallas_gpu import PallasGPU
 
 @dataclasses.dataclass(frozen=True)
 class Interpreted(PallasGPU):
-    """``implementation=``: the kernels of ``pallas_gpu`` on a CPU, looking for races.
+    """``implementation=``: the kernels of ``pallas_gpu`` on a CPU, with race detection.
 
-    Derivatives with respect to query, key and value are the kernels', others are blockwise's, as in ``pallas_gpu``.
+    As in ``pallas_gpu``, the kernels compute derivatives with respect to query, key and value; blockwise computes
+    others.
     """
 
     def _on_cpu(self) -> PallasGPU:
-        from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
+        from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 lacks this interpreter
 
         return PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
 
@@ -50,7 +51,7 @@ class Interpreted(PallasGPU):
         def compute_backward(kept: tuple[Sequence[Array], tuple], cotangents: Sequence[Array]) -> tuple[Array, ...]:
             (arrays, (out, lse, row_max, seen)), (d_out, d_lse, *_) = kept, cotangents
             results: Results = out, row_max, seen
-            wide = [d_out.astype(jnp.float32), jnp.where(lse == -jnp.inf, 0.0, d_lse)]  # of a row_sum of 1
+            wide = [d_out.astype(jnp.float32), jnp.where(lse == -jnp.inf, 0.0, d_lse)]  # for a row_sum of 1
             by_kernels = kernel.backward("cpu", of(arrays), results, wide)
             _, pull = jax.vjp(lambda *others: Blockwise().run(of((*arrays[:3], *others))), *arrays[3:])
             return *by_kernels, *pull((d_out, d_lse))

@@ -1,4 +1,4 @@
-"""Masks, score functions and their derivatives by the operations that Mosaic's GPU compiler has."""
+"""Masks, score functions and their derivatives in terms of the operations of Mosaic's GPU compiler."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 
 
 def run(fn: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays of ``fn(*arrays)``, of elementwise operations, equation by equation.
+    """The arrays of ``fn(*arrays)``, which has only elementwise operations, computed equation by equation.
 
-    ``fn`` is traced first, so derivatives are those that JAX and custom rules define; then calls are inlined, numbers
-    are broadcast, and what the compiler lacks is computed by ``FUNCTIONS``.
+    ``fn`` is traced first, so derivatives follow JAX and custom rules; then calls are inlined, numbers are broadcast,
+    and operations missing from the compiler are computed by ``FUNCTIONS``.
     """
     closed = jax.make_jaxpr(fn)(*arrays)
     return evaluate(closed.jaxpr, closed.consts, arrays, _bind, inline=(*CALLS, *_CUSTOM_CALLS))
@@ -44,7 +44,7 @@ def _floor(x: jax.Array) -> jax.Array:
 
 
 def _log1p(x: jax.Array) -> jax.Array:
-    y = x + 1.0  # its rounding error is taken back by x / (y - 1)
+    y = x + 1.0  # x / (y - 1) cancels its rounding error
     return jnp.where(y == 1.0, x, jnp.log(y) * (x / jnp.where(y == 1.0, 1.0, y - 1.0)))
 
 
@@ -57,7 +57,7 @@ def _pow(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "add_any": lambda x, y: x + y,  # of derivatives
+    "add_any": lambda x, y: x + y,  # from derivatives
     "ceil": lambda x: -_floor(-x),
     "copy": lambda x: x,
     "expm1": lambda x: jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0),  # exp(x) - 1 loses the digits of a small x

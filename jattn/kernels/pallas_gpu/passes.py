@@ -1,10 +1,10 @@
-"""The kernels of ``pallas_gpu``: forward, backward and reduction, each as settings and a call that one of them takes.
+"""The kernels of ``pallas_gpu``: forward, backward and reduction.
 
-Written in Mosaic GPU, for Hopper GPUs: products by ``wgmma`` from shared memory, which the copy engine fills ahead.
-Forward as in FlashAttention-3 (https://arxiv.org/abs/2407.08608), two warpgroups in turn; backward as in
-FlashAttention-2 (https://arxiv.org/abs/2307.08691), one kernel for query's gradient and one for key's and value's, with
-the rule of ``jattn._blocks.backward``. Arrays keep their order of axes and are not copied. Forward mode,
-higher orders and the gradients of arrays other than query, key and value are blockwise's.
+Written in Mosaic GPU for Hopper GPUs: ``wgmma`` computes products from shared memory, which the copy engine fills
+ahead. The forward pass follows FlashAttention-3 (https://arxiv.org/abs/2407.08608), with two alternating warpgroups.
+The backward pass follows FlashAttention-2 (https://arxiv.org/abs/2307.08691), with one kernel for the gradient of query
+and one for key and value, and the rule of ``jattn._blocks.backward``. Arrays keep their order of axes and are not
+copied. Blockwise computes forward mode, higher orders and the gradients of arrays other than query, key and value.
 """
 
 import functools
@@ -42,7 +42,7 @@ def reduce(call: Call, reduction: Reduction, settings: PallasGPU) -> dict[str, j
 
 
 def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
-    """Rows and columns of a block: what leaves registers for the sums, and shared memory for two blocks of columns."""
+    """Rows and columns of a block: sizes that leave registers for the sums, and shared memory for two column blocks."""
     if max(H, D) > 128:
         return (ROWS, 64) if backward else (2 * ROWS, 64)
     return (2 * ROWS, 64) if backward else (2 * ROWS, 128)
@@ -51,7 +51,8 @@ def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
 def forward(call: Call, settings: PallasGPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
 
-    ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
+    ``row_max`` is the lse, so that the cotangent of ``acc`` equals the output's, in the dtype in which kernels
+    multiply.
     """
     (B, T, N, H), D = call.query.shape, call.value.shape[3]
     call = pack_gqa(call)
@@ -60,7 +61,7 @@ def forward(call: Call, settings: PallasGPU) -> Results:
     num_splits = choose_num_splits(B * heads * cdiv(grouped, rows), cdiv(call.key.shape[1], columns))
     q, k, v = (_padded(x) for x in (call.query, call.key, call.value))
     unseen = not visibility(call).all_seen()
-    if unseen and T > 1:  # 0 times NaN is NaN. Those who see such a value get NaN from its key.
+    if unseen and T > 1:  # 0 times NaN is NaN. Queries that see such a value get NaN from its key.
         finite = _finite(k) & _finite(v)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
     plan = make_plan(call, False, (rows, columns), settings.interpret, num_splits)
@@ -97,7 +98,7 @@ def forward(call: Call, settings: PallasGPU) -> Results:
     if num_splits > 1:
         out, lse = merge_splits(out, lse, num_splits, rows)
     lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
-    # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
+    # A literal constant where possible: XLA then removes the division by it, and thereby a copy of the cotangent.
     seen = jnp.ones_like(lse) if visibility(call).all_seen() else (lse != LEAST).astype(jnp.float32)
     out = out[:, :grouped, :, :D].astype(call.value.dtype)
     if heads != N:
@@ -113,14 +114,14 @@ def backward(
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = call.query.shape[3], call.value.shape[3]
     q, k, v = (_padded(x) for x in (call.query, call.key, call.value))
-    if not visibility(call).all_seen():  # a row that sees NaN has it in its row_max
+    if not visibility(call).all_seen():  # a row that sees NaN has NaN in its row_max
         q, k, v = (jnp.where(_finite(x), x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     d_acc = _padded(d_acc.astype(q.dtype))
     lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]
     plan = functools.partial(make_plan, call, shape=_shape(H, D, True), interpret=settings.interpret)
     d_query, *totals = _d_query(plan(by_key=False), q, k, v, d_acc, lines, whole)
     d_key_and_value = functools.partial(_d_key_and_value, q=q, k=k, v=v, d_acc=d_acc, lines=lines)
-    if H + D > LARGEST_DIM:  # registers hold the sums of one
+    if H + D > LARGEST_DIM:  # registers hold only the sums of one
         (d_key,), (d_value,) = (d_key_and_value(plan(by_key=True), of=of) for of in ("key", "value"))
     else:
         d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
@@ -139,7 +140,7 @@ def _d_query(
     lines: list[jax.Array],
     with_totals: bool,
 ) -> list[jax.Array]:
-    """The query's gradient and, ``with_totals``, the sums ``[B,N,T]`` of the ``d_score`` that it is made of."""
+    """The query's gradient and, ``with_totals``, the sums ``[B,N,T]`` of the underlying ``d_score``."""
     scores = plan.scores()
     numbers = [plan.operands.vector(QUERY, x) for x in lines]
 
@@ -209,7 +210,7 @@ def _d_key_and_value(
 
 
 def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:
-    """``slope`` times ``d_weight``; 0 for pairs of weight 0 even if a row that sees NaN has it in ``d_weight``."""
+    """``slope`` times ``d_weight``; 0 for pairs of weight 0, even if ``d_weight`` of a row that sees NaN is NaN."""
     d_scores = slope * d_weight
     return d_scores if step.scores.all_seen else jnp.where(slope != 0.0, d_scores, 0.0)
 
@@ -219,7 +220,7 @@ def _across(line: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """``[B,T,N,X]`` in the tiles that the copy engine moves, 8 tokens by 64 features. Others are filled in by it."""
+    """``[B,T,N,X]`` in the copy engine's tiles, 8 tokens by 64 features. The copy engine fills in missing entries."""
     return pad_end(x, (x.shape[0], cdiv(x.shape[1], 8) * 8, x.shape[2], max(cdiv(x.shape[3], WIDTH), 1) * WIDTH))
 
 

@@ -1,9 +1,9 @@
-"""How the kernels of ``pallas_gpu`` run: the loop over blocks that they share.
+"""How the kernels of ``pallas_gpu`` run: their shared loop over blocks.
 
-A kernel computes a block of rows of scores, queries or keys: 64 by each of one or two warpgroups, which keep their sums
-in registers. Another warpgroup reads the columns, block by block of a list, into shared memory, ahead of those that
-compute. The lists are arrays in global memory, so empty blocks are neither read nor computed, whether or not the mask
-is known while tracing.
+A kernel computes a block of score rows (queries or keys): 64 in each of one or two warpgroups, which keep their sums in
+registers. Another warpgroup reads the columns into shared memory, block by block from a list, ahead of the computing
+warpgroups. The lists are arrays in global memory, so empty blocks are neither read nor computed, whether or not the
+mask is known while tracing.
 """
 
 import dataclasses
@@ -23,29 +23,29 @@ from jattn.kernels.pallas_gpu.tile import GPUPlan, Place
 from jattn.kernels.pallas_tiles import Ref
 
 Result = TypeVar("Result")
-WIDTH = 64  # features are padded to a multiple: 128 bytes, the widest swizzle
-SHARED = 216 * 2**10  # bytes of shared memory for arrays, of 227 KiB: barriers, alignment and reductions take some
+WIDTH = 64  # features are padded to a multiple of this: 128 bytes, the widest swizzle
+SHARED = 216 * 2**10  # bytes of shared memory for arrays, out of 227 KiB: barriers, alignment and reductions take some
 STAGES = 4  # at most this many blocks of columns in shared memory
 PART = 32  # columns
-# Of the 16-bit blocks that wgmma reads.
+# For the 16-bit blocks that wgmma reads.
 TRANSFORMS = plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH)  # pyright: ignore
-Carry = Any  # what a loop over blocks keeps in registers: a tree of arrays
-MEMORY_REGISTERS = 24  # of the warpgroup that reads; the others share the rest
+Carry = Any  # the register state of a loop over blocks: a tree of arrays
+MEMORY_REGISTERS = 24  # for the reading warpgroup; the others share the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a warpgroup does.
+    """The work of a warpgroup.
 
-    ``start(place) -> carry`` before the first block of columns. For each block
-    ``add(step, rows, columns, carry) -> carry``, with references to the rows and columns of the arrays that the kernel
-    reads, in shared memory. ``finish(place, carry) -> (results, vectors)``.
+    ``start(place) -> carry`` runs before the first block of columns. For each block,
+    ``add(step, rows, columns, carry) -> carry`` gets references to the rows and columns of the input arrays in shared
+    memory. Finally, ``finish(place, carry) -> (results, vectors)``.
     """
 
     start: Callable[[Place], Carry]
     add: Callable[["Step", Sequence[Ref], Sequence[Ref], Carry], Carry]
     finish: Callable[[Place, Carry], tuple[Sequence[jax.Array], Sequence[jax.Array]]]
-    pingpong: bool = False  # the warpgroups multiply in turn, each while the other computes exponentials
+    pingpong: bool = False  # the warpgroups alternate: one multiplies while the other computes exponentials
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ class Step(Place):
     scratch: Ref | None
 
     def either(self, fn: Callable[..., Result], product: jax.Array) -> Result:
-        """``fn(tile)``, with the mask where the block needs it."""
+        """``fn(tile)``, with the mask if the block needs it."""
         return self._either(lambda masked, product: fn(self.tile(masked, product)), product)
 
     def _either(self, of: Callable[[bool, jax.Array], Result], product: jax.Array) -> Result:
@@ -68,9 +68,9 @@ class Step(Place):
         return of(others, product)
 
     def part_by_part(self, fn: Callable[..., Result], product: jax.Array) -> Result:
-        """``either``, for results ``[rows, columns]``, ``PART`` columns after each other.
+        """``either`` for results ``[rows, columns]``, ``PART`` columns at a time.
 
-        The compiler keeps a register for each pair of what one operation hands to the next.
+        The compiler keeps a register per pair for each value passed between operations.
         """
 
         def of(masked: bool, product: jax.Array) -> Result:
@@ -99,14 +99,14 @@ class Step(Place):
 
     def add(self, *terms: tuple[jax.Array, jax.Array, Ref]) -> Sequence[jax.Array]:
         """``z + x y`` of ``z`` and ``x`` in registers, and a reference ``y``."""
-        if self.scratch is not None:  # the interpreter multiplies references alone, and starts at 0
+        if self.scratch is not None:  # the interpreter multiplies only references, starting from 0
             return [z + self._interpreted(x, y) for z, x, y in terms]
 
         def multiply(results: Sequence[Ref]) -> None:
             for result, (_, x, y) in zip(results, terms, strict=True):
                 plgpu.wgmma(result, x, y)
 
-        # Typed as references, but their values.
+        # Typed as references, but actually their values.
         return pl.run_state(multiply)([plgpu.WGMMAAccumulatorRef.init(z) for z, _, _ in terms])  # pyright: ignore
 
     def _interpreted(self, x: jax.Array, y: Ref) -> jax.Array:
@@ -122,7 +122,7 @@ class Step(Place):
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((x.shape[0], y.shape[1]), jnp.float32))
 
     def hide_unseen(self, values: Ref) -> None:
-        """Zeroes the values ``[keys, D]`` that no query sees, where all queries see the same: 0 times NaN is NaN."""
+        """Zeroes the values ``[keys, D]`` seen by no query, where all queries see the same keys: 0 times NaN is NaN."""
         plan = dataclasses.replace(self.plan, by_key=True, size=(ROWS, ROWS))
         for first in range(0, values.shape[0], ROWS):
             tile = Place(plan, self.scores, self.ins, self.head, (self.starts[1] + first, 0)).tile(masked=True)
@@ -134,7 +134,7 @@ class Step(Place):
         plgpu.commit_smem()
 
     def release(self, *columns: int) -> None:
-        """Lets the blocks of these arrays be overwritten."""
+        """Allows the blocks of these arrays to be overwritten."""
         for number in columns:
             plgpu.barrier_arrive(self.released[number])
 
@@ -155,11 +155,11 @@ class MosaicKernel:
     """One kernel.
 
     Args:
-        rows, columns: arrays ``[B,T|S,N|K,X]`` of the side that the rows of scores belong to, and of the other.
-        results: the features of each ``[B,T|S,N|K,X]`` that the rows get, in the arrays' dtype; padded if
+        rows, columns: arrays ``[B,T|S,N|K,X]`` of the side to which the score rows belong, and of the other side.
+        results: the number of features of each row result ``[B,T|S,N|K,X]``, in the arrays' dtype; padded if
             ``num_splits`` is not 1.
-        vectors: how many float32 ``[B,N|K,T|S]`` they get; padded.
-        each_head: whether keys get results for each query head, ``[B,N,S]``, and not their sum for each key head.
+        vectors: the number of float32 results ``[B,N|K,T|S]`` for the rows; padded.
+        each_head: whether keys get results for each query head, ``[B,N,S]``, instead of their sum for each key head.
     """
 
     plan: GPUPlan
@@ -174,7 +174,7 @@ class MosaicKernel:
     def __post_init__(self):
         self.warpgroups = self.plan.rows // ROWS
         features = [x.shape[3] for x in self.rows]
-        # A result takes the place of the rows that have its shape, which by then are not needed.
+        # A result replaces the rows of the same shape, which are no longer needed by then.
         self.places = {n: n for n, size in enumerate(self.results) if features[n : n + 1] == [size]}
         shapes = [(self.warpgroups, ROWS, size) for size in features]
         others = [(self.warpgroups, ROWS, size) for n, size in enumerate(self.results) if n not in self.places]
@@ -203,7 +203,7 @@ class MosaicKernel:
             grid_names=("head", "row", "sequence"),
             num_threads=self.warpgroups + 1,
             thread_name="warpgroup",
-            # The approximate tanh is off by 2^-11: too much for a score function.
+            # The approximate tanh is off by 2^-11, too much for a score function.
             compiler_params=plgpu.CompilerParams(approx_math=plan.call.score_mod is None),
             interpret=plan.interpret or None,
         )
@@ -217,17 +217,17 @@ class MosaicKernel:
 
     @property
     def stages(self) -> int:
-        """How many blocks of columns to hold in shared memory."""
+        """The number of column blocks to hold in shared memory."""
         kept = sum(math.prod(x.shape) for x in self.scratch["blocks"])
         of_a_block = sum(self.plan.inner * x.shape[3] for x in self.columns)
         return min(STAGES, (SHARED // self.rows[0].dtype.itemsize - kept) // of_a_block)
 
     def run(self, *refs: Ref, **kept: Ref) -> None:
-        """The kernel, on references to its arrays and to its scratch."""
+        """The kernel, given references to its arrays and scratch."""
         counts = len(self.rows), len(self.columns), len(self.plan.operands.arrays)
         row_refs, column_refs, ins, (entry_ref, count_ref, *outs) = _split(refs, counts)
         i, n, b, w = (jax.lax.axis_index(name) for name in ("row", "head", "sequence", "warpgroup"))
-        if not self.plan.by_key:  # of causal masks, the longest rows first
+        if not self.plan.by_key:  # for causal masks, the longest rows come first
             i = jnp.int32(count_ref.shape[1] - 1) - i
         sequence = 0 if count_ref.shape[0] == 1 else b
         grid = (count_ref[sequence, i],)
@@ -271,7 +271,7 @@ class _At:
     head: tuple[jax.Array, jax.Array]
     warpgroup: jax.Array
     first: jax.Array  # its first row
-    result_row: jax.Array  # and that row's place in the results
+    result_row: jax.Array  # and its place in the results
     entry: Callable[[jax.Array], jax.Array]  # of the list
 
     def index(self, *ids: jax.Array) -> tuple:
@@ -295,7 +295,7 @@ class _At:
         return self.kernel.steps.add(step, self._rows(), blocks, carry)
 
     def compute(self, pipeline: Callable[[Carry], Carry], rows: Sequence[Ref], outs: Sequence[Ref]) -> None:
-        """What a warpgroup does round the pipeline."""
+        """The work of a warpgroup around the pipeline."""
         (b, n), w, kept = self.head, self.warpgroup, self.kept
         rows_out, row_head = pl.ds(self.result_row, ROWS), n
         if self.kernel.each_head:

@@ -1,7 +1,7 @@
 """The reduction of ``"pallas_gpu"``: sums over the weights of each head, for ``jattn.heads.statistics``.
 
-The log-sum-exp is known, so weights are final when they are computed. One kernel adds up the sums of queries, its rows,
-and another those of keys, its rows: in both, a row's sums stay in registers. Those by offset are ``diagonals``'.
+The log-sum-exp is known, so weights are final when computed. One kernel adds up the sums of queries and another the
+sums of keys; in both, these are the rows, whose sums stay in registers. Sums by offset are in ``diagonals``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
 from jattn.kernels.pallas_tiles import Ref
 
-BLOCK = 2 * ROWS, 64  # rows and columns: half of those of the forward pass leave registers for the values
+BLOCK = 2 * ROWS, 64  # rows and columns: half the forward pass's, to leave registers for the values
 
 
 class Values:
-    """What a reduction computes from a tile of weights."""
+    """The values that a reduction computes from a tile of weights."""
 
     def __init__(self, plan: GPUPlan, reduction: Reduction):
         self.scores, self.reduction, add_vector = plan.scores(), reduction, plan.operands.vector
@@ -35,10 +35,10 @@ class Values:
         }
 
     def of_tile(self, tile: Tile) -> tuple[dict[str, jax.Array], Callable[[], jax.Array]]:
-        """The values of its pairs by name, and 1.0 where visible, else 0.0."""
+        """The values of its pairs by name, and 1.0 where visible, otherwise 0.0."""
         s = tile.scores()
         hidden = s <= self.lowest
-        logs = jnp.where(hidden, -jnp.inf, s - tile.vector(QUERY, self.lse))  # also where the lse is NaN
+        logs = jnp.where(hidden, -jnp.inf, s - tile.vector(QUERY, self.lse))  # even where the lse is NaN
         values = self.reduction.values(logs, *(self._read(tile, over) for over in (QUERY, KEY)))
         return values, lambda: jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
 
@@ -50,7 +50,7 @@ class Values:
 def reduce_rows(
     make_plan: Callable[..., GPUPlan], q: jax.Array, k: jax.Array, reduction: Reduction
 ) -> dict[str, jax.Array]:
-    """The sums ``{name: [B,N,...]}``; ``make_plan(by_key=...)``, and ``q`` and ``k`` as the kernels read them."""
+    """The sums ``{name: [B,N,...]}``; takes ``make_plan(by_key=...)``, and ``q`` and ``k`` as the kernels read them."""
     plan = make_plan(by_key=False)
     (T, S), names = (plan.call.query.shape[1], plan.call.key.shape[1]), reduction.named("row_sum", "row_max")
     results: dict[str, jax.Array] = {}
@@ -67,7 +67,7 @@ def reduce_rows(
 def _sums(
     plan: GPUPlan, rows: jax.Array, columns: jax.Array, reduction: Reduction, names: list[str], count: bool
 ) -> Sequence[jax.Array]:
-    """The sums of each row, ``[B,N,T|S]``, of these names, and of the visible pairs if ``count``."""
+    """The sums of each row, ``[B,N,T|S]``, for these names, and the number of visible pairs if ``count``."""
     values, largest = Values(plan, reduction), reduction.named("row_max")
 
     def start(_: Place) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Which blocks the kernels of ``pallas_gpu`` compute, in which order."""
+"""The blocks computed by the kernels of ``pallas_gpu``, and their order."""
 
 import numpy as np
 from jax import Array
@@ -6,16 +6,16 @@ from jaxtyping import Bool, Int32
 
 from jattn._mods.arrays import cdiv, namespace, pad_end
 
-ROWS = 64  # of a warpgroup: a wgmma computes so many
+ROWS = 64  # of a warpgroup, as computed by one wgmma
 Table = Bool[Array | np.ndarray, "batch rows columns"]  # of blocks; one for all sequences if batch is 1
 Lists = tuple[Int32[Array | np.ndarray, "batch lists most"], Int32[Array | np.ndarray, "batch lists"]]
 
 
 def row_lists(any_visible: Table, all_visible: Table, by_key: bool, num_splits: int = 1) -> Lists:
-    """The blocks of each row, int32 ``[B|1, rows, most]``, full ones first, and their number ``[B|1, rows]``.
+    """The blocks of each row, int32 ``[B|1, rows, most]``, full blocks first, and their number ``[B|1, rows]``.
 
-    An entry is twice the block's column, plus 1 unless the block is full. A row without blocks gets one that is not.
-    ``num_splits``: deals out each row's list to as many rows, at most one for each column. Unlike
+    An entry is twice the block's column, plus 1 unless the block is full. A row without blocks gets one nonfull block.
+    ``num_splits``: distributes each row's list over this many rows, at most one per column. Unlike
     ``jattn._blocks.block_lists.block_lists``, a row's full and partial blocks are in one list, which one program reads.
     """
     xp = namespace(any_visible, all_visible)

@@ -1,9 +1,9 @@
 """Few queries against many keys in ``pallas_gpu``'s forward pass, as in Flash-Decoding.
 
-With few queries, reading keys and values takes the time. So the query heads of a key head become rows of one block,
-which reads its keys once, and the list of a row's visible blocks is dealt out to enough programs to keep the chip busy;
-what each found is merged (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Blocks that no query sees, such as
-the empty slots of a cache, are in no list.
+With few queries, reading keys and values dominates the time. The query heads of a key head therefore become rows of one
+block, which reads its keys once, and the list of a row's visible blocks is distributed over enough programs to keep the
+chip busy; their results are merged (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Blocks seen by no query,
+such as the empty slots of a cache, are in no list.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from jattn._core.call import Call
 from jattn._mods.closure_convert import depends_on
 from jattn.kernels.pallas_gpu.schedule import ROWS
 
-PROGRAMS = 132  # at once: multiprocessors of an H100
-LEAST_BLOCKS = 4  # of keys for a program, which merging then costs little of
+PROGRAMS = 132  # running at once: the multiprocessors of an H100
+LEAST_BLOCKS = 4  # of keys per program, so that merging costs comparatively little
 
 
 def pack_gqa(call: Call) -> Call:
     """A canonical call with the query heads of each key head as queries, ``[B, G*T, K, H]``.
 
-    ``call`` as they are where there is no group, a block cannot hold it, or heads differ in more than their queries.
+    ``call`` unchanged if there is no group, a block cannot hold it, or heads differ in more than their queries.
     """
     (B, T, N, H), K = call.query.shape, call.key.shape[2]
     group = N // K
@@ -49,13 +49,13 @@ def pack_gqa(call: Call) -> Call:
 
 
 def unpack_gqa(x: jax.Array, T: int, num_heads: int) -> jax.Array:
-    """``[B, G*T, K, ...] -> [B, T, N, ...]``: ``pack_gqa`` undone for a result."""
+    """``[B, G*T, K, ...] -> [B, T, N, ...]``: the inverse of ``pack_gqa``, for a result."""
     B, rows, K, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, rows // T, T, K, *rest), 1, 3).reshape(B, T, num_heads, *rest)
 
 
 def choose_num_splits(programs: int, blocks: int) -> int:
-    """The number of programs over which to deal out a row's blocks, at most ``blocks`` of them."""
+    """The number of programs, at most ``blocks``, over which to distribute a row's blocks."""
     return max(1, min(PROGRAMS // programs, blocks // LEAST_BLOCKS))
 
 

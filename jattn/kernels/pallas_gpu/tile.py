@@ -1,4 +1,4 @@
-"""What the kernels of ``pallas_gpu`` share: the arrays that they read, and the scores of a tile."""
+"""Shared by the kernels of ``pallas_gpu``: the arrays that they read, and the scores of a tile."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ LOG2E = math.log2(math.e)
 
 
 class Operands:
-    """The arrays that a kernel reads in addition to its rows and columns, from global memory."""
+    """The arrays that a kernel reads from global memory in addition to its rows and columns."""
 
     def __init__(self, padded: tuple[int, int], by_key: bool):
         self.padded, self.by_key = padded, by_key
@@ -44,12 +44,12 @@ class Operands:
 
 
 class Tile(pallas_tiles.Tile):
-    """64 rows and a block of columns, or a part of it: ``[queries, keys]``, or ``[keys, queries]`` by key."""
+    """64 rows and all or part of a block of columns: ``[queries, keys]``, or ``[keys, queries]`` by key."""
 
     def __init__(self, at: "Place", masked: bool, product: jax.Array | None):
         super().__init__(at.scores, masked)
         self.at, self.raw = at, product
-        # Queries past the end need no mask where they are rows: their zeros give them results, which are not written.
+        # Queries past the end need no mask if they are rows: their results, computed from zeros, are not written.
         self.block = at.plan.size if at.plan.by_key else (1, at.plan.size[1])
         self.shape = ROWS, at.plan.inner if product is None else product.shape[1]
 
@@ -57,39 +57,39 @@ class Tile(pallas_tiles.Tile):
         return mosaic_ops.run(fn, *arrays)[0]
 
     def product(self) -> jax.Array:
-        """``q·k``, which the kernel has computed."""
+        """``q·k``, already computed by the kernel."""
         assert self.raw is not None
         return self.raw
 
     def _on_scores(self) -> Callable[[jax.Array], jax.Array]:
-        """Also of pairs that are masked, so that ``visible`` is used once, and last: it takes a register for each.
+        """Includes masked pairs, so that ``visible``, which takes a register per pair, is used only once, at the end.
 
-        So ``through_score_mod``, which relies on a stand-in for masked pairs, is not for these tiles.
+        ``through_score_mod``, which relies on a stand-in for masked pairs, therefore does not work for these tiles.
         """
         assert self.source.score_mod is not None
         evaluate = self._evaluated(self.source.score_mod)
         return lambda s: jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
 
     def log2_scores(self) -> jax.Array:
-        """The scores over ln 2, for exponentials to the base 2."""
+        """The scores divided by ln 2, for exponentials to base 2."""
         if self.source.bias is not None or self.source.score_mod is not None:
             return self.scores() * LOG2E
         s = self.product() * (self.scalar(self.source.scale) * LOG2E)
         return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
     def weights_and_slope(self, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``exp2(log2_scores - row_max)``, and that times the score function's derivative; both 0 where masked."""
+        """``exp2(log2_scores - row_max)``, and its product with the score function's derivative; 0 where masked."""
         slope = None
         if self.source.score_mod is None:
             log2_p = self.log2_scores()
         else:
             modified = self._on_scores()
-            # Elementwise, so the derivative along 1 is that of every pair.
+            # Elementwise, so the derivative along 1 gives every pair's derivative.
             s, slope = mosaic_ops.run(lambda s: jax.jvp(modified, (s,), (jnp.ones_like(s),)), self._biased())
             log2_p = (s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)) * LOG2E
         p = jnp.exp2(log2_p - row_max)
         if self.visible is not None:
-            p = jnp.where(log2_p == -jnp.inf, 0.0, p)  # also in a row that sees NaN
+            p = jnp.where(log2_p == -jnp.inf, 0.0, p)  # even in a row that sees NaN
         if slope is None:
             return p, p
         return p, slope * p if self.visible is None else jnp.where(p != 0.0, slope * p, 0.0)
@@ -102,7 +102,7 @@ class Tile(pallas_tiles.Tile):
         return slots(self.axis(True)), slots(self.axis(False))
 
     def axis(self, of_queries: bool) -> int:
-        """The axis of the queries or of the keys."""
+        """The axis of the queries or keys."""
         return int(of_queries == self.at.plan.by_key)
 
     def scalar(self, added: int) -> jax.Array:
@@ -131,7 +131,7 @@ class Tile(pallas_tiles.Tile):
 
 @dataclasses.dataclass
 class GPUPlan:
-    """One kernel's call: its blocks and what it reads."""
+    """One kernel call: its blocks and inputs."""
 
     call: Call
     interpret: Interpret
@@ -139,7 +139,7 @@ class GPUPlan:
     size: tuple[int, int]  # queries and keys of a block
     lists: Lists
     operands: Operands
-    num_splits: int = 1  # programs that share a row of blocks
+    num_splits: int = 1  # number of programs that share a row of blocks
 
     @property
     def rows(self) -> int:
@@ -153,7 +153,7 @@ class GPUPlan:
 
     @property
     def kinds(self) -> tuple[bool, bool]:
-        """Whether there may be full blocks, and others."""
+        """Whether there may be full blocks, and whether there may be others."""
         entries, counts = self.lists
         if not isinstance(entries, np.ndarray):
             return True, True
@@ -166,9 +166,9 @@ class GPUPlan:
 
 
 def make_plan(call: Call, by_key: bool, shape: tuple[int, int], interpret: Interpret, num_splits: int = 1) -> GPUPlan:
-    """The plan of a kernel with queries as rows, or keys if ``by_key``; ``shape``: a block's rows and columns.
+    """The plan of a kernel whose rows are queries, or keys if ``by_key``; ``shape``: a block's rows and columns.
 
-    ``num_splits``: how many programs share a row of blocks, each with results of its own.
+    ``num_splits``: the number of programs that share a row of blocks, each with its own results.
     """
     size = (shape[1], shape[0]) if by_key else shape
     tables = block_table(call, size)
@@ -179,7 +179,7 @@ def make_plan(call: Call, by_key: bool, shape: tuple[int, int], interpret: Inter
 
 @dataclasses.dataclass
 class Place:
-    """Where a warpgroup's tile lies, and what it is computed from."""
+    """The location of a warpgroup's tile, and its inputs."""
 
     plan: GPUPlan
     scores: pallas_tiles.Scores

@@ -1,6 +1,6 @@
 """``"pallas_tpu"``: our own TPU kernels, for any mask and score function of elementwise operations.
 
-This file says what the kernels refuse. The kernels are in ``passes.py`` and ``block_sums.py``, on top of
+This file defines what the kernels refuse. The kernels are in ``passes.py`` and ``block_sums.py``, on top of
 ``pipeline.py`` (the loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read in place) and
 ``schedule.py`` (the list of blocks).
 """
@@ -21,19 +21,20 @@ from jattn.kernels.pallas_tiles import PallasKernel
 from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
-OLDEST = (0, 12)  # JAX in which ``in_place`` is tested; 0.10's interpreter reshapes no bitcast reference
-LONGEST = 2**18  # T + S of sums by key and by offset, which stay in vector memory
+OLDEST = (0, 12)  # JAX version in which ``in_place`` is tested; 0.10's interpreter cannot reshape bitcast references
+LONGEST = 2**18  # T + S for sums by key and by offset, which stay in vector memory
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(PallasKernel):
-    """``implementation=``: ``"pallas_tpu"`` with your own settings. Never run on hardware: taken by name only.
+    """``implementation=``: ``"pallas_tpu"`` with custom settings. Never run on hardware: taken only by name.
 
     ``block_sizes``: queries and keys per block, multiples of 128; ``pipeline.make_plan`` sets the default.
-    ``interpret``: run on any platform in Pallas' interpreter, for tests; True, or a ``pltpu.InterpretParams``.
-    ``in_place``: read and write ``[B,T,N,H]`` without temporaries. That pays if the axes have this order in memory, as
-    in the arguments and results of a program. Between a model's layers, the compiler chooses another order, which the
-    kernels read by default; in place would cost copies. Needs bfloat16, H of 128 and 2, 4 or a multiple of 8 heads.
+    ``interpret``: run on any platform in Pallas' interpreter, for tests: True or a ``pltpu.InterpretParams``.
+    ``in_place``: read and write ``[B,T,N,H]`` without temporaries. This pays off if the axes have this order in memory,
+    as in a program's arguments and results. Between a model's layers, the compiler chooses another order, which the
+    kernels read by default; reading in place would cost copies. Requires bfloat16, an H of 128 and 2, 4 or a multiple
+    of 8 heads.
     """
 
     name: ClassVar[str] = "pallas_tpu"

@@ -1,8 +1,8 @@
 """The reduction of ``"pallas_tpu"``: sums over the weights of each head, for ``jattn.heads.statistics``, in one kernel.
 
-The log-sum-exp is known, so a block's weights are final when they are computed, and nothing is rescaled. Sums of
-queries are added up along the keys of a tile. Sums of keys and of offsets are added up tile upon tile, elementwise, and
-reduced once a block: those of keys across the lanes, those of offsets along the diagonals.
+The log-sum-exp is known, so a block's weights are final when computed, and nothing is rescaled. Sums by query are added
+up along the keys of a tile. Sums by key and by offset are added up tile upon tile, elementwise, and reduced once per
+block: sums by key across the lanes, and sums by offset along the diagonals.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call_kernel
 from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 
-FEW = 4  # statistics, up to which the loop over a block's queries is unrolled: compiling takes as long as the code is
+FEW = 4  # statistics; up to this number, the loop over a block's queries is unrolled: compile time grows with the code
 
 
 def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
@@ -39,7 +39,7 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     by_name = dict(zip(steps.whole, whole, strict=True))
     results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
     results |= {name: by_name["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
-    for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
+    for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, starting from -S
         line, end = by_name["of_offsets"][:, :, n].reshape(B, N, -1), plan.operands.padded[1] + T
         results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
     if "visible" in reduction.counts:
@@ -61,7 +61,7 @@ class _ReductionSteps:
 
     @classmethod
     def of(cls, plan: TPUPlan, reduction: Reduction) -> "_ReductionSteps":
-        """With their arrays among the plan's operands."""
+        """The values, with their arrays added to the plan's operands."""
         scores, add = plan.scores(), plan.operands.add
         lse = jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse)[..., None]
         number = plan.add_queries(lse, jnp.float32)
@@ -77,17 +77,17 @@ class _ReductionSteps:
         self.tiles, self.all_tiles = (tuple(x // TILE for x in pair) for pair in pairs)
         self.largest, self.keys, self.offsets = map(self.reduction.named, ("row_max", "column_sum", "diagonal_sum"))
         self.by_query = self.reduction.named("row_sum", "row_max")
-        # No array of a kernel is empty.
+        # A kernel's arrays cannot be empty.
         self.counts = ["visible"] if "visible" in self.reduction.counts else []
         self.height = max(len(self.by_query) + len(self.counts), 1)
         self.scratch = self._scratch()
         self.whole = [name for name in ("of_keys", "of_offsets") if name in self.scratch]
 
     def _scratch(self) -> dict[str, tuple[tuple[int, ...], DTypeLike]]:
-        """The kernel's scratch, of what is asked for.
+        """The kernel's scratch for the requested sums.
 
         ``sums [height, queries]``; ``data``: the columns' data as tiles; ``by_key``, ``by_offset``: a block's values,
-        the tiles upon each other; ``of_keys`` and ``of_offsets``: the sums of the head so far, as rows of 128.
+        with tiles added up; ``of_keys`` and ``of_offsets``: the head's sums so far, as rows of 128.
         """
         (R, C), (all_rows, all_columns) = self.tiles, self.all_tiles
         keys, offsets = len(self.keys), len(self.offsets)
@@ -105,7 +105,7 @@ class _ReductionSteps:
         return dict(zip(self.scratch, kept, strict=True))
 
     def start(self, block: tuple, *kept: Ref) -> None:
-        """Clears the sums of a block of queries, and before the first one those of the head."""
+        """Clears the sums of a block of queries and, before the first block, the sums of the head."""
         refs = self._named(kept)
         _clear(refs["sums"])
         for name in self.largest:
@@ -117,17 +117,17 @@ class _ReductionSteps:
                 _clear(refs[name])
 
     def before(self, ins: Sequence[Ref], *kept: Ref) -> None:
-        """Clears what belongs to one block, and reads its columns' data."""
+        """Clears the data of one block, and reads its columns' data."""
         refs = self._named(kept)
         for name in refs.keys() & {"by_key", "by_offset"}:
             _clear(refs[name])
-        for n, (number, _) in enumerate(self.columns.values()):  # once a block, because it is a transpose
+        for n, (number, _) in enumerate(self.columns.values()):  # once per block, because it is a transpose
             for column in range(self.tiles[1]):
                 row = ins[number][0, 0, :, column * TILE : (column + 1) * TILE]
                 refs["data"][n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
 
     def add(self, tiles: Iterable[Tile], ins: Sequence[Ref], *kept: Ref) -> None:
-        """Adds the values of tiles of the same queries."""
+        """Adds the values of tiles with the same queries."""
         refs, totals, call, tiles = self._named(kept), {}, self.plan.call, list(tiles)
         queries = tiles[0].queries
         lowest = lowest_score(call)
@@ -138,8 +138,8 @@ class _ReductionSteps:
             column = {name: _typed(refs["data"][n, at], bools[name]) for n, name in enumerate(bools)}
             scored = tile.scores()
             logs = scored - ins[self.lse][0, 0, :, queries]
-            if tile.masked or lowest > -math.inf:  # a bias or a score function may hide pairs, too
-                logs = jnp.where(scored <= lowest, -jnp.inf, logs)  # also where the lse is NaN
+            if tile.masked or lowest > -math.inf:  # a bias or score function may hide pairs as well
+                logs = jnp.where(scored <= lowest, -jnp.inf, logs)  # even where the lse is NaN
             values = self.reduction.values(logs, row, column)
             for name in self.by_query:
                 totals[name] = _joined(name in self.largest, totals.get(name), values[name])
@@ -174,13 +174,13 @@ class _ReductionSteps:
                 refs["of_offsets"][n, pl.ds(first + 1, 1)] += sums[:, TILE:]
 
     def finish(self, ins: Sequence[Ref], *kept: Ref) -> Sequence[jax.Array]:
-        """The sums of a block of queries, and the head's so far."""
+        """The sums of a block of queries, and the head's sums so far."""
         refs = self._named(kept)
         return [refs[name][...] for name in ("sums", *self.whole)]
 
 
 def _data_read(reduction: Reduction) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The data of queries and keys that the values depend on."""
+    """The query and key data on which the values depend."""
     arrays = reduction.rows, reduction.columns
     tiles = [
         {name: jax.ShapeDtypeStruct(shape, bool if x.dtype == bool else jnp.int32) for name, x in data.items()}
@@ -188,7 +188,7 @@ def _data_read(reduction: Reduction) -> tuple[dict[str, jax.Array], dict[str, ja
     ]
     jaxpr = jax.make_jaxpr(reduction.values)(jax.ShapeDtypeStruct((TILE, TILE), jnp.float32), *tiles).jaxpr
     read = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
-    names = [(kind, name) for kind, data in enumerate(tiles) for name in sorted(data)]  # as a jaxpr sorts them
+    names = [(kind, name) for kind, data in enumerate(tiles) for name in sorted(data)]  # in the order of a jaxpr
     kept = {both for both, x in zip(names, jaxpr.invars[1:], strict=True) if id(x) in read}
     rows, columns = ({name: x for name, x in data.items() if (n, name) in kept} for n, data in enumerate(arrays))
     return rows, columns
@@ -199,7 +199,7 @@ def _clear(ref: Ref) -> None:
 
 
 def _joined(largest: bool, total: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Values ``[keys, queries]`` added up to ``[8, queries]``, register upon register, or the largest of them."""
+    """Values ``[keys, queries]`` reduced to ``[8, queries]`` by sum or maximum, register upon register."""
     x = jnp.broadcast_to(x, (TILE, TILE)).reshape(-1, 8, TILE)
     x = jnp.max(x, axis=0) if largest else jnp.sum(x, axis=0)
     if total is None:
@@ -217,21 +217,21 @@ def _typed(data: jax.Array, is_bool: bool) -> jax.Array:
 
 
 def _diagonal_sums(x: jax.Array) -> jax.Array:
-    """``[keys, queries] -> [1, 2 * 128]``: at ``128 + query - key`` the sum of a diagonal.
+    """``[keys, queries] -> [1, 2 * 128]``: entry ``128 + query - key`` is the sum of a diagonal.
 
-    Each row has to move left by its number. The lower half of the rows moves by half their number and is added to the
-    upper, again and again.
+    Each row has to move left by its index. Repeatedly, the lower half of the rows moves left by half the number of rows
+    and is added to the upper half.
     """
     x = jnp.concatenate([jnp.zeros_like(x), x], axis=1)
     rows, lanes = x.shape
 
     def left(x: jax.Array, by: int) -> jax.Array:
-        return pltpu.roll(x, jnp.int32(lanes - by), axis=1)  # an int would be of 64 bits in x64
+        return pltpu.roll(x, jnp.int32(lanes - by), axis=1)  # an int would have 64 bits with x64
 
     while rows > 8:
         rows //= 2
         x = x[:rows] + left(x[rows:], rows)
     row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    for by in (4, 2, 1):  # within a register, rows are not sliced
+    for by in (4, 2, 1):  # rows cannot be sliced within a register
         x = jnp.where((row & by) != 0, left(x, by), x)
     return jnp.sum(x, axis=0, keepdims=True)

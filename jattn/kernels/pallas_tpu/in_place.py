@@ -1,8 +1,7 @@
-"""Arrays ``[B,T,N,X]`` of bfloat16 that the kernels read and write as they lie in memory, instead of copies.
+"""Arrays ``[B,T,N,X]`` of bfloat16 that the kernels read and write in their memory layout, without copies.
 
-XLA holds them in tiles of heads by 128 features, where a 32-bit word has one feature of two heads. ``[B,T,N/2,2,X]`` is
-the same bytes. A block of it belongs to a pair of heads, and the kernel takes or sets the half of each word that is its
-head's.
+XLA holds them in tiles of heads by 128 features, where a 32-bit word has one feature of two heads. ``[B,T,N/2,2,X]``
+has the same bytes. A block of it belongs to a pair of heads, and the kernel reads or sets its head's half of each word.
 """
 
 import jax
@@ -12,15 +11,15 @@ from jax.typing import DTypeLike
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.schedule import TILE
 
-PAIR = 2  # heads of a word
-_TILED = 8  # heads of a tile; 2 or 4 heads have smaller ones
+PAIR = 2  # heads per word
+_TILED = 8  # heads per tile; 2 or 4 heads have smaller tiles
 
 
 def fits(shape: tuple[int, ...], dtype: DTypeLike, rows: int) -> bool:
     """Whether ``[B,T,N,X]``, in blocks of ``rows`` of T, can be read in place.
 
-    XLA prefers other orders of axes where these tiles would hold padding, so there a copy is made in any case. Two
-    tiles of 128 features would be in another order than those of the pairs.
+    XLA prefers other axis orders if these tiles would hold padding, so a copy is then made in any case. Two tiles of
+    128 features would have a different order from the pairs' tiles.
     """
     _, length, heads, features = shape
     whole = heads % _TILED == 0 or heads in (2, 4)
@@ -33,12 +32,12 @@ def by_pair(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _words(ref: Ref) -> Ref:
-    """A block ``[1,rows,1,2,X]`` as 32-bit words ``[rows,X]``, the first head's in the lower half."""
+    """A block ``[1,rows,1,2,X]`` as 32-bit words ``[rows,X]``, with the first head in the lower half."""
     return ref.bitcast(jnp.int32).reshape(ref.shape[1], ref.shape[4])
 
 
 def read(ref: Ref, head: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: this row and later ones are past the end, and 0."""
+    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: rows from this one on are past the end, and 0."""
     x = _words(ref)[...]
     if rest is not None:
         x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < rest, x, jnp.int32(0))
@@ -55,5 +54,5 @@ def write(ref: Ref, head: int | jax.Array, x: jax.Array) -> None:
 
 
 def _distance(head: int | jax.Array) -> jax.Array:
-    """The bits from a head's half of a word to the upper one."""
+    """The number of bits from a head's half of a word to the upper half."""
     return jnp.int32(16) * (1 - (head & 1))

@@ -1,13 +1,13 @@
-"""The kernels of ``pallas_tpu``: forward, backward and reduction, each as settings and a call that one of them takes.
+"""The kernels of ``pallas_tpu``: forward, backward and reduction.
 
-Forward and backward as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the derivative rule of
-``jattn._blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so that of the lse is
-exact. Forward mode, higher orders and the gradients of arrays other than query, key and value are blockwise's.
+Forward and backward passes follow FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the derivative rule of
+``jattn._blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so the lse's cotangent
+is exact. Blockwise computes forward mode, higher orders and the gradients of arrays other than query, key and value.
 
 Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
 maximum and the sum over keys are elementwise operations, and the lse takes 4 bytes per query and head. A grid step
-computes one block of a list in scalar memory, so empty blocks are neither read nor computed, in tiles of 128 keys by
-256 queries, which stay in registers.
+computes one block from a list in scalar memory, so empty blocks are neither read nor computed. Blocks are computed in
+tiles of 128 keys by 256 queries, which stay in registers.
 """
 
 import functools
@@ -60,7 +60,7 @@ def forward(call: Call, settings: PallasTPU) -> Results:
             acc[at] = acc[at] * rescale + scores.product(tile.of_keys(ins[value]), exponentials, 0, 0)
 
     def finish(_: Sequence[Ref], acc: Ref, row_max: Ref, row_sum: Ref) -> Sequence[jax.Array]:
-        # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
+        # The largest score adds 1 to row_sum, so only a row that sees nothing has a sum below 1.
         return acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0)), row_max[...], row_sum[...]
 
     results = [plan.result("queries", D, call.value.dtype), *[plan.result("queries", 1, jnp.float32)] * 2]
@@ -70,7 +70,7 @@ def forward(call: Call, settings: PallasTPU) -> Results:
     out, row_max, row_sum = out[..., : call.value.shape[3]], row_max[..., 0], row_sum[..., 0]
     if call.query.dtype == jnp.float32:
         return out, row_max, row_sum
-    # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
+    # With the lse as row_max, the cotangent of acc equals the output's, in the dtype in which the kernels multiply.
     lse, seen = log_sum_exp(row_max, row_sum), row_sum != 0.0  # NaN counts as seen
     return out, jnp.where(seen, lse, LEAST), seen.astype(jnp.float32)
 
@@ -81,7 +81,7 @@ def backward(
     """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
     dtype, whole, call = call.query.dtype, is_whole(call), narrowed(call)
     out, row_max, row_sum, *_ = results
-    # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
+    # 1, or 0 for a row that sees nothing, whose cotangent of acc is irrelevant. That cotangent then needs no new array.
     row_sum = row_sum if call.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
     sums = of_sums((out, row_max, row_sum), cotangents)
     plan = functools.partial(make_plan, call, settings, settings.block_sizes, WIDE_TILE)
@@ -93,9 +93,9 @@ def backward(
 def _score_tangents(
     plan: TPUPlan, scores: Scores, row_max: jax.Array, cotangents: Sequence[jax.Array]
 ) -> tuple[Callable[[Tile, Sequence[Ref]], tuple[jax.Array, jax.Array, jax.Array]], int]:
-    """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
+    """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, before scale and bias; and the number of ``d_acc``."""
     d_acc, d_row_sum = cotangents
-    if d_acc.shape[3] == 0:  # as Plan.value
+    if d_acc.shape[3] == 0:  # as in Plan.value
         d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
     value, d_out = plan.add_value(), plan.add_queries(d_acc, plan.call.query.dtype)
     maximum, d_sum = (plan.add_queries(x[..., None], jnp.float32) for x in (row_max, d_row_sum))
@@ -112,7 +112,7 @@ def _score_tangents(
 def _d_query(
     plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array], dtype: DTypeLike, with_totals: bool
 ) -> list[jax.Array]:
-    """The query's gradient in ``dtype`` and, ``with_totals``, the sums ``[B,T,N]`` of the ``d_score`` it is made of."""
+    """The query's gradient in ``dtype`` and, ``with_totals``, the sums ``[B,T,N]`` of the underlying ``d_score``."""
     H, scores, product_dtype = plan.call.query.shape[3], plan.scores(), plan.call.query.dtype
     of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
 
@@ -131,7 +131,7 @@ def _d_query(
                 d_scores[tile.keys, tile.queries] = d_score.astype(d_scores.dtype)
 
     def after(_: tuple, guarded: bool, ins: Sequence[Ref], acc: Ref, total: Ref, d_scores: Ref) -> None:
-        if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
+        if not guarded:  # one product per block keeps the matrix unit a quarter busier than one per tile
             acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
 
     def finish(ins: Sequence[Ref], acc: Ref, total: Ref, _: Ref) -> Sequence[jax.Array]:
@@ -162,7 +162,7 @@ def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax
                 ps[at], d_scores[at] = p.astype(ps.dtype), d_score.astype(d_scores.dtype)
 
     def after(_: tuple, guarded: bool, ins: Sequence[Ref], d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
-        if not guarded:  # a v6e's matrix unit takes sums over 256: a product of each tile would fill half of it
+        if not guarded:  # a v6e's matrix unit sums over 256 entries: a product per tile would fill only half of it
             d_value[...] += scores.product(ps[...], ins[d_out][0, 0], 1, 1)
             d_key[...] += scores.product(d_scores[...], ins[scores.query][0, 0], 1, 1)
 

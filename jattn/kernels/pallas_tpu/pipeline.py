@@ -1,4 +1,4 @@
-"""How the kernels of ``pallas_tpu`` run: their blocks, and the loops over blocks and tiles that they share."""
+"""How the kernels of ``pallas_tpu`` run: their blocks, and their shared loops over blocks and tiles."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from jattn.kernels.pallas_tpu import PallasTPU, in_place
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
 from jattn.kernels.pallas_tpu.tile import Operands, Scores
 
-Result = tuple[str, jax.ShapeDtypeStruct]  # what it belongs to, as the kinds of ``Operands``, and its type
+Result = tuple[str, jax.ShapeDtypeStruct]  # its owner, one of the kinds of ``Operands``, and its type
 Scratch = Sequence[tuple[tuple[int, ...], DTypeLike]]  # shapes and dtypes
-WIDE = 512  # with queries of at least this many bytes, LARGE blocks exceed a v5e's vector memory in the backward pass
+WIDE = 512  # with queries of this many bytes or more, LARGE blocks exceed a v5e's vector memory in the backward pass
 
 
 @dataclasses.dataclass
 class TPUPlan:
-    """One kernel's call: its blocks and what it reads."""
+    """One kernel call: its blocks and inputs."""
 
     call: Call
     settings: PallasTPU
@@ -59,7 +59,7 @@ class TPUPlan:
         return self.add_keys(value if value.shape[3] else jnp.zeros((*value.shape[:3], 1), value.dtype))
 
     def result(self, over: str, size: int, dtype: DTypeLike) -> "Result":
-        """The kind and type of a result ``[B,T,N,size]`` or, over ``"keys"``, ``[B,S,K,size]``."""
+        """The kind and type of a result ``[B,T,N,size]``, or ``[B,S,K,size]`` over ``"keys"``."""
         axis = 0 if over == "queries" else 1
         B, length, heads, _ = (self.call.query, self.call.key)[axis].shape
         shape = B, length, heads, size
@@ -77,7 +77,7 @@ class TPUPlan:
         return jnp.transpose(array, (0, 3, 1, 2))[:, :T] if kind == "queries" else jnp.swapaxes(array, 1, 2)[:, :S]
 
     def type_of(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """A result's type. Inside ``jax.shard_map`` it must say how it varies: as the query, here not at all."""
+        """A result's type. Inside ``jax.shard_map``, it must declare how it varies: like the query, here not at all."""
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.call.query).manual_axis_type)
 
     def scores(self) -> Scores:
@@ -88,9 +88,9 @@ class TPUPlan:
 
 
 def make_plan(call: Call, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
-    """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
+    """The plan for blocks of these sizes, or the default sizes, in tiles of ``at_a_time`` queries, or 128.
 
-    The default ones are ``LARGE``. They are ``SMALL`` if that skips enough of the matrix to pay off, as in
+    Blocks are ``LARGE`` by default, but ``SMALL`` if that skips enough of the matrix to pay off, as in
     ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than 128 features.
     """
     T, S = call.query.shape[1], call.key.shape[1]
@@ -112,12 +112,12 @@ def _nothing(*_: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a kernel does, with the references of what it reads, ``ins``, and of its scratch.
+    """The work of a kernel, given references to its inputs, ``ins``, and its scratch.
 
-    - ``start(block, *scratch)`` before the first block ``(i, j)`` of a result's; after the last
-      ``finish(ins, *scratch)``, which returns the values of the results.
-    - For each block that is not empty ``before(ins, *scratch)``; for the queries of each tile ``add(tiles, ins,
-      *scratch)``; and ``after(block, guarded, ins, *scratch)``, where ``guarded`` is that of its tiles.
+    - ``start(block, *scratch)`` before a result's first block ``(i, j)``; after the last, ``finish(ins, *scratch)``,
+      which returns the values of the results.
+    - For each nonempty block, ``before(ins, *scratch)``; for the queries of each tile, ``add(tiles, ins, *scratch)``;
+      then ``after(block, guarded, ins, *scratch)``, with the tiles' ``guarded``.
     """
 
     start: Callable[..., None]
@@ -125,29 +125,29 @@ class Steps:
     finish: Callable[..., Sequence[jax.Array]]
     before: Callable[..., None] = _nothing
     after: Callable[..., None] = _nothing
-    at_once: int = 0  # the times that ``add`` is repeated in the body of a loop; 0: ``Scores.at_once``
+    at_once: int = 0  # number of ``add`` calls per loop body; 0: ``Scores.at_once``
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The programs of one kernel, one for each listed block of each head: which block it takes, and what lies there."""
+    """The programs of one kernel, one for each listed block of each head: which block each takes, and its contents."""
 
     operands: Operands
     results: Sequence[Result]
-    by_key: bool  # whether results are of keys, so that the blocks of one result are those of a column
+    by_key: bool  # whether results belong to keys, so that each result takes the blocks of a column
     shape: tuple[int, int, int, int]  # B, the results' heads less turns, entries of the table, turns times members
-    turns: int  # heads of results that take turns on a block, because they share words
-    members: int  # query heads of each
-    shared: bool  # whether all sequences have one table
+    turns: int  # result heads that take turns on a block, because they share words
+    members: int  # query heads per result head
+    shared: bool  # whether all sequences share one table
 
     @property
     def result_kind(self) -> str:
-        """What is copied once for a result: the kind of arrays in place that belong to it."""
+        """The kind of in-place arrays that belong to a result and are copied once for it."""
         return "keys in place" if self.by_key else "queries in place"
 
     @property
     def copied(self) -> dict[int, str]:
-        """The operands that are read in place, which the kernel copies: their numbers and kinds."""
+        """The numbers and kinds of the operands that are read in place, which the kernel copies."""
         kinds = "keys in place", "queries in place"
         return {number: kind for number, (kind, _) in enumerate(self.operands.arrays) if kind in kinds}
 
@@ -162,12 +162,12 @@ class Grid:
         ]
 
     def locate(self, ids: Sequence[jax.Array], table_ref: Ref) -> tuple:
-        """Sequence, query head and the entry of a program: ``i, j, partial, full, first, last``."""
+        """A program's sequence, query head and entry: ``i, j, partial, full, first, last``."""
         entry = table_ref[ids[2] if self.shared else ids[0] * self.shape[2] + ids[2]]
         return ids[0], ids[1] * self.shape[3] + ids[3], *split_entry(entry, self.by_key)
 
     def spec(self, kind: str, shape: tuple[int, ...], of_result: bool) -> pl.BlockSpec:
-        """The block of an operand or a result."""
+        """The block of an operand or result."""
         if kind == "scalars":
             return pl.BlockSpec(memory_space=pltpu.SMEM)
 
@@ -186,14 +186,14 @@ def call_kernel(
     """The results of one kernel.
 
     Args:
-        results: ``"queries"``, ``"keys"`` (of each key head), both also in place, or ``"whole"``, which stays in vector
-            memory for all blocks of a head. None or all are of keys.
-        scratch: what the kernel keeps from block to block of one result.
-        of_block: further scratch, which comes after that, for one block.
+        results: ``"queries"`` or ``"keys"`` (of each key head), optionally in place, or ``"whole"``, which stays in
+            vector memory for all blocks of a head. Either none or all belong to keys.
+        scratch: state kept from block to block of one result.
+        of_block: further scratch, after ``scratch``, for one block.
     """
     (B, _, N, _), K, by_key = plan.call.query.shape, plan.call.key.shape[2], results[0][0].startswith("keys")
     table, (some, every), operands = schedule(*plan.tables, by_key), plan.tables, plan.operands
-    # Blocks that are full, and that are not. Unless known, both branches are compiled, which takes longer.
+    # Full blocks, and others. Unless these are known, both branches are compiled, which takes longer.
     counts = (every.sum(), (some & ~every).sum()) if isinstance(table, np.ndarray) else (2, 1)
     turns = in_place.PAIR if any(kind.endswith("in place") for kind, _ in results) else 1
     heads, members = (K, N // K) if by_key else (N, 1)
@@ -235,13 +235,13 @@ def _program(
     grid: Grid, scores: Scores, steps: Steps, counts: tuple[Any, Any], table_ref: Ref, of_arrays: Sequence[Ref],
     outs: Sequence[Ref], buffers: Sequence[Ref], kept: Sequence[Ref], of_block: Sequence[Ref],
 ) -> None:  # fmt: skip
-    """One program of a kernel; ``counts``: of its blocks, those that are full, and that are not."""
+    """One program of a kernel; ``counts``: the numbers of its full blocks and other blocks."""
     operands, copied = grid.operands, grid.copied
     ids = [pl.program_id(axis) for axis in range(len(grid.shape))]
     b, n, i, j, partial, full, first, last = grid.locate(ids, table_ref)
     zero = jnp.int32(0)  # an int would be of 64 bits in x64
     turn = zero if grid.turns == 1 else jax.lax.div(ids[3], jnp.int32(grid.members))
-    if grid.members > 1:  # a key's head is done after all query heads of its group
+    if grid.members > 1:  # a key head is finished after all query heads of its group
         member = jax.lax.rem(ids[3], jnp.int32(grid.members))
         first, last = first & (member == 0), last & (member == grid.members - 1)
     ins, kept = list(of_arrays), [*(x.at[turn] for x in kept), *of_block]
@@ -275,7 +275,7 @@ def _compute(
     scores: Scores, steps: Steps, masked: bool, often: bool, block: tuple, head: tuple, ins: Sequence[Ref],
     kept: Sequence[Ref],
 ) -> None:  # fmt: skip
-    """One block of a kernel; ``often``: whether many of its blocks are as this one, masked or not."""
+    """One block of a kernel; ``often``: whether many of its blocks are like this one, masked or not."""
     steps.before(ins, *kept)
     each = scores.operands.at_a_time
 
@@ -286,5 +286,5 @@ def _compute(
 
     length = scores.operands.size[0] // each
     unroll = min(length, steps.at_once or scores.at_once(masked, often))
-    jax.lax.scan(add, jnp.int32(0), length=length, unroll=unroll)  # a fori_loop would count in int64 in x64
+    jax.lax.scan(add, jnp.int32(0), length=length, unroll=unroll)  # a fori_loop would count in int64 with x64
     steps.after(block, masked and not scores.all_seen, ins, *kept)

@@ -1,4 +1,4 @@
-"""Which blocks the kernels of ``pallas_tpu`` compute, in which order, and how large they are."""
+"""The blocks computed by the kernels of ``pallas_tpu``, their order, and their sizes."""
 
 import numpy as np
 from jax import Array
@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int32
 from jattn._mods.arrays import mod_semantics, namespace
 
 TILE = 128  # queries and keys of a tile: the lanes of a register
-WIDE_TILE = 256  # queries of a tile in forward and backward: as many columns as a v6e's matrix unit has
+WIDE_TILE = 256  # queries of a tile in forward and backward: the number of columns of a v6e's matrix unit
 LARGE, SMALL = 1024, 512  # queries and keys of a block
 _BITS, _LAST = 13, 13 + 13 + 2 + 1  # an entry: row, column, partial and full, first, last
 MOST = 2**_BITS  # blocks along an axis
@@ -17,7 +17,7 @@ Table = Bool[Array | np.ndarray, "batch rows columns"]  # of blocks; one for all
 
 
 def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
-    """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128."""
+    """Queries and keys per block: the fewest equal parts of at most ``largest`` per length, in multiples of 128."""
     parts = [-(-length // largest) for length in (T, S)]
     rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
     return rows, columns
@@ -28,7 +28,7 @@ def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Arra
 
     Unlike ``jattn._blocks.block_lists.block_lists``, full and partial blocks are in one list. A row (or column) without
     blocks gets one entry that computes nothing, because its result has to be written. If the number of blocks is known
-    only at run time, there is an entry for every block, and those past the end do nothing.
+    only at run time, there is an entry for every block, and entries past the end do nothing.
     """
     xp = namespace(any_visible, all_visible)
     if by_key:
@@ -41,7 +41,7 @@ def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Arra
     entries = int(counts.max()) if xp is np else rows * columns
     order = xp.argsort(~listed, axis=1, stable=True)[:, :entries]
     real = np.arange(entries)[None] < counts[:, None]
-    # Past the end, the last block again: nothing new is read.
+    # Past the end, the last block is repeated, so that nothing new is read.
     order = xp.where(real, order, xp.take_along_axis(order, counts[:, None] - 1, 1))
     row, kind = order // columns, xp.where(real, xp.take_along_axis(kind, order, 1), 0)
     ends = xp.ones((sequences, 1), bool)
@@ -54,7 +54,7 @@ def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Arra
 
 
 def split_entry(entry: int | np.integer | Array, by_key: bool) -> tuple:
-    """``(i, j, partial, full, first, last)``: the block, what it is, and whether it is the first or last of its row."""
+    """``(i, j, partial, full, first, last)``: the block, its kind, and whether it is the first or last in its row."""
     row, column = entry & (MOST - 1), (entry >> _BITS) & (MOST - 1)
     flags = ((entry >> shift) & 1 == 1 for shift in (2 * _BITS, 2 * _BITS + 1, _LAST - 1, _LAST))
     return *((column, row) if by_key else (row, column)), *flags

@@ -1,4 +1,4 @@
-"""What the kernels of ``pallas_tpu`` share: the arrays that they read, and the scores of a tile."""
+"""Shared by the kernels of ``pallas_tpu``: the arrays that they read, and the scores of a tile."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,15 +19,15 @@ Index = int | Array
 
 
 class Operands:
-    """The arrays that a kernel reads, each with a kind that says which of its blocks belongs to a block of pairs.
+    """The arrays that a kernel reads, each with a kind that determines which of its blocks belongs to a block of pairs.
 
     - ``"queries" [B|1,N|1,X,T]``, ``"keys" [B|1,K,S,X]``, ``"key row" [B|1,N|1,1,S]``, ``"pairs" [B|1,N|1,T,S]``.
     - ``"queries in place" [B,T,N/2,2,X]``, ``"keys in place" [B,S,K/2,2,X]``, as in ``in_place.py``.
-    - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
+    - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, for results: a head's array.
     """
 
     def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int, at_a_time: int):
-        self.size, self.padded = size, padded  # queries and keys of a block, and of all blocks
+        self.size, self.padded = size, padded  # queries and keys per block, and of all blocks
         self.group = group  # query heads per key head
         self.at_a_time = at_a_time  # queries of a tile
         self.arrays: list[tuple[str, Array]] = []
@@ -48,7 +48,7 @@ class Operands:
         return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
 
     def block(self, kind: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
-        """The shape of a block, of so many heads."""
+        """The shape of a block with this many heads."""
         (rows, columns), known = self.size, shape[2:]
         if kind == "whole":
             return (1, heads, *known)
@@ -58,7 +58,7 @@ class Operands:
         return (1, heads, *sizes.get(kind, (rows, columns)))
 
     def head(self, kind: str, n: Array) -> Array:
-        """The index of the block along the heads that belongs to query head n."""
+        """The index, along the heads, of the block that belongs to query head n."""
         per_block = self.group if kind.startswith("keys") else 1
         per_block *= in_place.PAIR if kind.endswith("in place") else 1
         return n if per_block == 1 else jax.lax.div(n, jnp.int32(per_block))  # not //: nothing here is negative
@@ -73,13 +73,13 @@ class Operands:
         return *lead, *{"queries": (0, i), "keys": (j, 0), "key row": (0, j)}.get(kind, (i, j))
 
     def copy_shape(self, number: int) -> tuple[int, ...]:
-        """The shape of a block that is read in place, as ``copy`` writes it: that of a copied array's."""
+        """The shape of a block read in place, as written by ``copy``: the same as for a copied array."""
         kind, array = self.arrays[number]
         (rows, columns), size = self.size, array.shape[4]
         return (1, 1, size, rows) if kind == "queries in place" else (1, 1, columns, size)
 
     def copy(self, number: int, source: Ref, copy: Ref, n: Array, i: Array, j: Array) -> None:
-        """Copies the part of query head n from a block that is read in place."""
+        """Copies query head n's part of a block that is read in place."""
         kind, array = self.arrays[number]
         of_queries = kind == "queries in place"
         head = n if of_queries else self.head("keys", n)
@@ -109,17 +109,17 @@ class Scores(pallas_tiles.Scores):
     key: int
 
     def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
-        """The tiles of a block that hold these of its queries, a ``pl.ds``."""
+        """The tiles of a block that hold these queries, a ``pl.ds``."""
         for start in range(0, self.operands.size[1], TILE):
             yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
 
     def at_once(self, masked: bool, often: bool) -> int:
-        """How many times the queries of a tile to compute in the body of a loop over those of a block.
+        """The number of query tiles to compute per body of a loop over a block's queries.
 
-        Compiling takes as long as the code is. But at the end of the body the matrix unit runs empty: for the gradients
-        of key and value, bodies of 256 queries take 6 to 18% more bundles than one of 1024. It costs a few percent of
-        a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks get more: 512
-        with a score function, else all, as do masked ones of quick masks.
+        Compile time grows with code size. But at the end of the body, the matrix unit runs empty: for the gradients of
+        key and value, bodies of 256 queries take 6 to 18% more bundles than one of 1024. This costs a few percent of a
+        body of 256 queries if a tile takes long, or of a kernel if the body does not run ``often``. Full blocks get
+        more: 512 with a score function, otherwise all, as do blocks with quick masks.
         """
         (rows, _), each = self.operands.size, self.operands.at_a_time
         whole = rows // each
@@ -134,7 +134,7 @@ class Scores(pallas_tiles.Scores):
         return self.operands.scalar(ins, self.scale, 0, 0)
 
     def product(self, x: Array, y: Array, over_x: int, over_y: int) -> Array:
-        """The product over one axis of each, of operands in the inputs' dtype, accumulated in float32."""
+        """The product over one axis each, with operands in the inputs' dtype, accumulated in float32."""
         dtype = self.call.query.dtype
         return jax.lax.dot_general(
             x.astype(dtype), y.astype(dtype), (((over_x,), (over_y,)), ((), ())),
@@ -164,22 +164,22 @@ class Tile(pallas_tiles.Tile):
 
     @property
     def q(self) -> Array:
-        """The queries ``[H, queries]``; 0 where they see none of the tile's keys, because those may hold NaN."""
+        """The queries ``[H, queries]``; 0 if they see none of the tile's keys, because such queries may hold NaN."""
         q = self.ins[self.source.query][0, 0, :, self.queries]
         return q if not self.guarded else _where(_any(self.visible, 0), q)
 
     @property
     def k(self) -> Array:
-        """The keys ``[keys, H]``; 0 where none of the tile's queries sees them."""
+        """The keys ``[keys, H]``; 0 if none of the tile's queries sees them."""
         return self.of_keys(self.ins[self.source.key])
 
     @property
     def guarded(self) -> bool:
-        """Whether the tile may hold keys that nobody sees."""
+        """Whether the tile may hold unseen keys."""
         return self.masked and not self.source.all_seen
 
     def of_keys(self, ref: Ref) -> Array:
-        """Keys or values ``[keys, X]``; 0 where none of the tile's queries sees them."""
+        """Keys or values ``[keys, X]``; 0 if none of the tile's queries sees them."""
         x = ref[0, 0, self.keys, :]
         return x if not self.guarded else _where(_any(self.visible, 1), x)
 
@@ -187,7 +187,7 @@ class Tile(pallas_tiles.Tile):
         return self.source.product(self.k, self.q, 1, 0)
 
     def slots(self) -> tuple[Array, Array]:
-        """The slots of the queries ``[1, queries]`` and of the keys ``[keys, queries]``."""
+        """The slots of the queries ``[1, queries]`` and keys ``[keys, queries]``."""
         (i, j), (rows, columns) = self.at, self.block
         q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, self.shape, 0)
@@ -211,4 +211,4 @@ def _any(visible: Array | None, axis: int) -> Array:
 
 
 def _where(condition: Array, x: Array) -> Array:
-    return jnp.where(condition, x.astype(jnp.float32), 0.0).astype(x.dtype)  # registers of one width
+    return jnp.where(condition, x.astype(jnp.float32), 0.0).astype(x.dtype)  # uses registers of one width

@@ -1,11 +1,11 @@
-"""``"splash"``: JAX's fused kernels for TPUs, which skip the blocks that a static mask empties.
+"""``"splash"``: JAX's fused kernels for TPUs, which skip blocks emptied by a static mask.
 
-Splash leaves open what a row without a visible key returns, and lets NaN in unseen slots through. So such rows are
-found by their log-sum-exp and replaced, and unseen keys and values are zeros. The query is multiplied by ``scale`` and
-rounded to its dtype before the kernel, as splash has no scale.
+Splash leaves the result of a row without visible keys undefined, and lets NaN in unseen slots through. Such rows are
+therefore found by their log-sum-exp and replaced, and unseen keys and values are set to zero. The query is multiplied
+by ``scale`` and rounded to its dtype before the kernel runs, because splash has no scale.
 
-Reverse mode runs splash's backward kernels; every other derivative is that of ``jattn.kernels.blockwise``. Masks are
-in ``masks.py``, JAX's kernels in ``jax_splash.py``.
+Reverse mode runs splash's backward kernels; ``jattn.kernels.blockwise`` computes all other derivatives. Masks are in
+``masks.py``, and JAX's kernels in ``jax_splash.py``.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reas
 from jattn.score_mods import SoftCap
 
 LARGEST_BLOCK = 512
-# Splash keeps tables of its blocks in a core's scalar memory. On v5p these many fit, four times as many do not.
+# Splash keeps block tables in a core's scalar memory. On v5p, this many entries fit; four times as many do not.
 MOST_BLOCKS = 2**18
 
 
 def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
-    """Queries and keys per block: each length in the fewest equal parts of at most 512, rounded up to whole lanes.
+    """Queries and keys per block: each length is split into the fewest equal parts of at most 512, in whole lanes.
 
     512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and its like in its configuration). For
-    a ``head_dim`` (the larger of query's and value's) above 256 it is 256: a block's queries, keys, values, results and
-    scores must fit a core's vector memory.
+    a ``head_dim`` (the larger of query's and value's) above 256, the limit is 256: a block's queries, keys, values,
+    results and scores must fit in a core's vector memory.
     """
     largest = LARGEST_BLOCK if head_dim <= 256 else LARGEST_BLOCK // 2
     return block_sizes(T, S, largest)
@@ -50,9 +50,9 @@ def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Splash(Kernel):
-    """``implementation=``: ``"splash"`` with your own settings.
+    """``implementation=``: ``"splash"`` with custom settings.
 
-    ``block_sizes``: queries and keys per block, multiples of 128; ``default_block_sizes`` has the default.
+    ``block_sizes``: queries and keys per block, multiples of 128; ``default_block_sizes`` gives the default.
     ``interpret``: run the kernels in Pallas's interpreter, on any platform: slow, for tests.
     """
 
@@ -91,7 +91,7 @@ class Splash(Kernel):
         return cdiv(T, rows) * cdiv(S, columns)
 
     def describe_work(self, platform: str, call: Call) -> str:
-        """As of blockwise, for the mean of the heads. All pairs of plain functions would take too long to evaluate."""
+        """As for blockwise, averaged over heads. Evaluating plain functions on all pairs would take too long."""
         masks = self._plan(call).masks
         (rows, columns), lengths = masks[0].size, masks[0].lengths
         if any(mask.holds_function for mask in masks):
@@ -110,28 +110,28 @@ class Splash(Kernel):
 
     @property
     def _kernel(self) -> ModuleType:
-        """Imported when first used: it takes a fifth of a second."""
+        """Imported on first use: it takes a fifth of a second."""
         return importlib.import_module("jattn.kernels.splash.jax_splash")
 
     def forward(self, platform: str, call: Call) -> Results:
         plan = self._plan(call)
         (B, T, N, _), D = call.query.shape, call.value.shape[-1]
         least = jnp.finfo(jnp.float32).min
-        if plan.is_empty:  # splash makes no kernel without blocks
+        if plan.is_empty:  # splash cannot make a kernel without blocks
             rows = jnp.zeros((B, T, N), jnp.float32)
             return jnp.zeros((B, T, N, D), call.value.dtype), rows + least, rows
         with _settings(call.query.dtype):
             q, k, v, ids = _inputs(call, plan, None)
             out, lse = self._kernel.forward(self._kernel.make_kernel(plan, N), q, k, v, ids)
             out, lse = _from_heads(out, T), _from_heads(lse, T)
-            seen = ~(lse <= self._kernel.HIDDEN / 2)  # a NaN is seen
+            seen = ~(lse <= self._kernel.HIDDEN / 2)  # NaN counts as seen
             out = jnp.where(seen[..., None], out, jnp.zeros((), out.dtype))
             return out, jnp.where(seen, lse, least), seen.astype(jnp.float32)
 
     def backward(
         self, platform: str, call: Call, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """By splash, with ``do = d_acc`` and ``di = -d_row_sum`` (``of_sums``)."""
+        """Computed by splash, with ``do = d_acc`` and ``di = -d_row_sum`` (``of_sums``)."""
         plan = self._plan(call)
         row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
         query, key, value = call.query, call.key, call.value
@@ -153,7 +153,7 @@ class Splash(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedSplash(Splash):
-    """``Splash`` for calls of one plan."""
+    """``Splash`` for calls with one plan."""
 
     plan: SplashPlan | None = None
 
@@ -174,9 +174,9 @@ def _soft_cap(call: Call) -> float | None:
 
 @contextlib.contextmanager
 def _settings(dtype: Any) -> Iterator[None]:
-    """Splash's index arithmetic is in 32 bits and mixes dtypes, whatever the caller's settings are.
+    """Splash's index arithmetic uses 32 bits and mixes dtypes, whatever the caller's settings.
 
-    Products of bfloat16 have one precision; Mosaic refuses another.
+    Products of bfloat16 have one precision; Mosaic refuses any other.
     """
     precision = jax.config.jax_default_matmul_precision if dtype == jnp.float32 else "default"
     with jax.enable_x64(False), mod_semantics(), jax.default_matmul_precision(precision):
@@ -184,7 +184,7 @@ def _settings(dtype: Any) -> Iterator[None]:
 
 
 def _inputs(call: Call, plan: SplashPlan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
-    """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys (and values) and blind queries are zeros."""
+    """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys and values, and blind queries, are zeros."""
     T, S = plan.masks[0].padded_lengths
     query, key, value = call.query, call.key, call.value
     ids = ids_of(call)
@@ -194,7 +194,7 @@ def _inputs(call: Call, plan: SplashPlan, seen_queries: jax.Array | None) -> tup
     if seen_queries is not None:
         query = jnp.where(seen_queries[..., None], query, jnp.zeros((), query.dtype))
     padded = _to_heads(_scaled(query, call.score_scale), T), _to_heads(key, S), _to_heads(value, S)
-    if ids is not None:  # nobody sees a padded key: so says the static mask
+    if ids is not None:  # the static mask hides padded keys
         ids = pad_end(ids[0], (ids[0].shape[0], T)), pad_end(ids[1], (ids[1].shape[0], S))
     return *padded, ids
 

@@ -1,8 +1,8 @@
 """Calls JAX's splash attention for TPUs, for ``jattn.kernels.splash``; the only file that depends on its internals.
 
-Splash is flash attention (https://arxiv.org/abs/2205.14135) that skips the blocks that a mask empties. Source:
-``jax/experimental/pallas/ops/tpu/splash_attention/`` of JAX, the same functions in 0.10 and 0.12. Imported when first
-used.
+Splash is flash attention (https://arxiv.org/abs/2205.14135) that skips blocks emptied by a mask. Source:
+``jax/experimental/pallas/ops/tpu/splash_attention/`` in JAX, with the same functions in 0.10 and 0.12. Imported on
+first use.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from jaxtyping import Float, Int
 from jattn.kernels.splash.masks import HeadMask, SplashPlan
 
 Ids = tuple[Int[Array, "B T"], Int[Array, "B S"]]
-# The score of a hidden pair. No real score comes near it, so an lse below half of it means: this row sees nothing.
+# The score of a hidden pair. No real score comes near it, so an lse below half of it means that the row sees nothing.
 HIDDEN = splash.DEFAULT_MASK_VALUE
 
 
 class BlocksOnly(mask_lib.Mask):
-    """A ``HeadMask`` for splash, which stores its partial blocks and reads them.
+    """A ``HeadMask`` for splash, which stores and reads its partial blocks.
 
-    Splash asks for one block at a time, and of most only whether ``any`` or ``all`` of it is visible. A single pair
-    answers that for a block that is empty or full: at 32768 tokens, whole ones take half a minute of tracing.
+    Splash asks for one block at a time, and for most blocks only whether ``any`` or ``all`` of it is visible. A single
+    pair answers this for an empty or full block: at 32768 tokens, whole blocks take half a minute of tracing.
     """
 
     def __init__(self, mask: HeadMask):
@@ -53,11 +53,11 @@ class BlocksOnly(mask_lib.Mask):
 
 
 class Computed(BlocksOnly):
-    """A mask that the kernel computes from the indices of a block's rows and columns: no block of it is stored."""
+    """A mask that the kernel computes from the row and column indices of a block, without storing blocks."""
 
     def __init__(self, mask: HeadMask):
         super().__init__(mask)
-        self.mask_function = mask  # what splash looks for, as in its _ComputableMask
+        self.mask_function = mask  # the attribute splash looks for, as in its _ComputableMask
         self.q_sequence = np.arange(self.shape[0], dtype=np.int32)
 
 
@@ -83,7 +83,7 @@ def forward(
     kernel: splash.SplashAttentionKernel, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"],
     v: Float[Array, "B K S D"], ids: Ids | None,
 ) -> tuple[Float[Array, "B N T D"], Float[Array, "B N T"]]:  # fmt: skip
-    """``out`` and ``lse``. Only pairs of equal ``ids`` see each other."""
+    """``out`` and ``lse``. Only queries and keys with equal ``ids`` see each other."""
 
     def one_sequence(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
         out, (lse,) = kernel(q, k, v, None if ids is None else splash.SegmentIds(*ids))
@@ -102,8 +102,8 @@ def backward(
 
     With ``p = exp(score - lse)``, ``d score = p * (do v^T - di)`` and ``dv = p^T do``.
     """
-    # Splash's public derivative fixes di = sum(out * do), which leaves out the lse's cotangent, and runs the forward
-    # kernel again. Its two backward kernels take lse, do and di as they are, and are called here and nowhere else.
+    # Splash's public derivative fixes di = sum(out * do), which omits the lse's cotangent, and reruns the forward
+    # kernel. Its two backward kernels take lse, do and di as given, and are called only here.
     info = kernel.kwargs
     sizes = info["block_sizes"]
     common = {
@@ -111,7 +111,7 @@ def backward(
     }
     common |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
     dq_mask, dkv_mask = kernel.dq_mask_info, kernel.dkv_mask_info
-    assert dq_mask is not None and dkv_mask is not None  # splash makes them unless told to run forward only
+    assert dq_mask is not None and dkv_mask is not None  # splash creates them unless told to run only forward
 
     def one_sequence(q: Array, k: Array, v: Array, ids: Any, *rest: Array) -> tuple[Array, Array, Array]:
         arguments = (q, k, v, None if ids is None else splash.SegmentIds(*ids), None, *rest)
@@ -134,9 +134,9 @@ def backward(
 
 
 def _plain_types() -> contextlib.AbstractContextManager:
-    """Inside ``jax.shard_map`` a kernel's results must say over which mesh axes they vary, which splash's do not.
+    """Inside ``jax.shard_map``, a kernel's results must declare the mesh axes over which they vary; splash's do not.
 
-    Here they need not, because what is lowered has plain types (``jattn._core.deferred``). Pallas turns the check off
-    in the same way; there is no public one.
+    Here they need not, because the types are plain at lowering (``jattn._core.deferred``). Pallas turns the check off
+    in the same way; there is no public switch.
     """
     return config._check_vma(False)

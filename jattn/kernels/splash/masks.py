@@ -1,9 +1,9 @@
 """Translates a call's masks for ``"splash"``: tables of blocks, masks for its kernels, and ids.
 
-What is known while tracing decides which blocks there are; within a block, masks with an interval (``Causal``,
-``SlidingWindow``, ``Prefix`` and what joins them) are computed, and all others are read from tables of their partial
-blocks. What differs by sequence or is traced (``Segments``, ``Padding`` and the lengths) becomes an id for each query
-and key: only equal ids see each other.
+Masks known while tracing determine the blocks; within a block, masks with an interval (``Causal``, ``SlidingWindow``,
+``Prefix`` and their combinations) are computed, and all others are read from tables of their partial blocks. Masks that
+are traced or differ by sequence (``Segments``, ``Padding`` and the lengths) become an id for each query and key: a
+query sees a key only if their ids are equal.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a call's masks, which a pair must all pass."""
+    """The parts of a call's masks, all of which a pair must pass."""
 
     static: tuple[MaskFunction, ...]  # known while tracing
     segments: Segments | None
@@ -41,10 +41,10 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadMask:
-    """One head's static mask. Compares by value, so that equal calls share their tables and programs.
+    """One head's static mask. Compares by value, so that equal calls share tables and programs.
 
-    ``static`` decides on each pair; ``any_visible`` is False for blocks that some mask empties, those that ids stand
-    for included.
+    ``static`` decides on each pair; ``any_visible`` is False for blocks emptied by any mask, including those
+    represented by ids.
     """
 
     static: tuple[MaskFunction, ...]
@@ -62,7 +62,7 @@ class HeadMask:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether the kernel computes the mask; otherwise it reads partial blocks, unless there are none."""
+        """Whether the kernel computes the mask; otherwise it reads partial blocks, if there are any."""
         return (bool(self.static) or self._pads_keys) and all(map(_is_arithmetic, self.static))
 
     @property
@@ -70,7 +70,7 @@ class HeadMask:
         return self.padded_lengths[1] != self.lengths[1]
 
     def __call__(self, q_idx: Any, kv_idx: Any) -> jax.Array:
-        """The visible pairs of traced indices, in the kernel."""
+        """The visible pairs for traced indices, in the kernel."""
         visible: Any = kv_idx < self.lengths[1] if self._pads_keys else True
         with calling("mask"):
             for mask in self.static:
@@ -78,9 +78,9 @@ class HeadMask:
         return jnp.broadcast_to(visible, jnp.broadcast_shapes(q_idx.shape, kv_idx.shape))
 
     def block(self, row: int, column: int) -> np.ndarray:
-        """The visible pairs of one block, ``[1,1]`` if all are or none is known to be.
+        """The visible pairs of one block, ``[1,1]`` if all or none are known to be visible.
 
-        Rows past the end see what the last one sees, and nobody sees keys past the end.
+        Rows past the end see the same keys as the last row, and no query sees keys past the end.
         """
         if not self.any_visible[row, column] or self.all_visible[row, column]:
             return self.any_visible[row : row + 1, column : column + 1]
@@ -90,7 +90,7 @@ class HeadMask:
         return self.pairs(q_idx[:, None], kv_idx[None, :]) & (kv_idx < S)
 
     def pairs(self, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:
-        """The visible pairs of indices that are known."""
+        """The visible pairs for known indices."""
         visible = np.ones(np.broadcast_shapes(q_idx.shape, kv_idx.shape), bool)
         for mask in self.static:
             visible &= _evaluate(mask, self.head, q_idx, kv_idx)
@@ -98,7 +98,7 @@ class HeadMask:
 
     @functools.cached_property
     def seen_keys(self) -> np.ndarray:
-        """Which keys any query sees, ``[S]``."""
+        """Whether any query sees each key, ``[S]``."""
         seen = np.repeat((self.all_visible & self.any_visible).any(0)[:, None], self.size[1], 1)
         for row, column in np.argwhere(self.any_visible).tolist():
             if not seen[column].all():
@@ -107,7 +107,7 @@ class HeadMask:
 
     @property
     def computed(self) -> np.ndarray:
-        """Which blocks hold a visible pair. Splash evaluates every pair of partial ones, so it skips all others."""
+        """Whether each block holds a visible pair. Splash evaluates partial blocks pair by pair and skips the rest."""
         visible = self.any_visible.copy()
         for row, column in np.argwhere(visible).tolist():
             visible[row, column] = self.block(row, column).any()
@@ -140,7 +140,7 @@ class HeadMask:
 
 @dataclasses.dataclass(frozen=True)
 class SplashPlan:
-    """What a call of the kernels needs in addition to arrays; hashable."""
+    """The non-array inputs of a kernel call; hashable."""
 
     masks: tuple[HeadMask, ...]  # one for all heads, or one for each
     size: tuple[int, int]
@@ -155,18 +155,18 @@ class SplashPlan:
 
 
 def head_masks(call: Call, size: tuple[int, int]) -> tuple[tuple[HeadMask, ...], bool]:
-    """The static masks, one for all heads or one for each, in blocks of this size; and whether all keys are seen.
+    """The static masks, one for all heads or one per head, in blocks of this size, and whether all keys are seen.
 
     Raises:
-        Unsupported: a mask differs by head, and which heads these are is not known.
+        Unsupported: a mask differs by head, and the head indices are unknown.
     """
     (B, T, N, _), S = call.query.shape, call.key.shape[1]
     parts = _split(call)
     by_head = any(depends_on(mask, 1) for mask in parts.static)
     if by_head and not isinstance(call.first_head, int):
         raise Unsupported("implementation='splash' cannot do this: a mask that differs by head, over several devices")
-    # Blocks that ids would empty need not be computed either, if the ids are known. An eager call's are not, so that it
-    # compiles once for all of them.
+    # Blocks emptied by ids can be skipped as well, if the ids are known. In eager calls they are not, so that one
+    # compilation serves all ids.
     vectors, slot_masks = [], []
     if isinstance(call.query, Tracer) and isinstance(call.first_batch, int):
         vectors = [mask for mask in (parts.segments, *parts.paddings) if mask is not None and _is_known(mask)]
@@ -187,7 +187,7 @@ def head_masks(call: Call, size: tuple[int, int]) -> tuple[tuple[HeadMask, ...],
 
 
 def _split(call: Call) -> Parts:
-    """The parts of the masks. At most one ``Segments`` becomes ids; a further one must be static."""
+    """The parts of the masks. At most one ``Segments`` becomes ids; any others must be static."""
     static, segments, paddings = [], None, []
     for mask in (part for joined in call.masks for part in conjuncts(joined)):
         if type(mask) is Segments and segments is None:
@@ -216,7 +216,7 @@ def mask_reason(call: Call) -> str | None:
 
 def _is_known(mask: MaskFunction) -> bool:
     """Whether the mask's values are known while tracing."""
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):  # known() left only what is not
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):  # known() leaves only unknown arrays
         return False
     one = np.zeros((1, 1), np.int32)
     with _at_once(), calling("mask"):
@@ -225,7 +225,7 @@ def _is_known(mask: MaskFunction) -> bool:
 
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
-    """Evaluates what is known, also while tracing."""
+    """Evaluates known values even while tracing."""
     with without_mesh(), jax.ensure_compile_time_eval():
         yield
 
@@ -251,7 +251,7 @@ def _is_arithmetic(mask: MaskFunction) -> bool:
 def ids_of(call: Call) -> tuple[jax.Array, jax.Array] | None:
     """Ids ``[B,T]`` and ``[B,S]``, equal where ``Segments``, ``Padding`` and the lengths let a query see a key.
 
-    What a length hides gets one of two negative ids. Segments then have ranks, which are not negative.
+    Slots hidden by a length get one of two negative ids. Segments then use ranks, which are not negative.
     """
     parts = _split(call)
     (B, T), S = call.query.shape[:2], call.key.shape[1]
@@ -286,10 +286,10 @@ def _rows(table: Any, b: jax.Array) -> jax.Array:
 
 
 def seen_keys(call: Call, masks: tuple[HeadMask, ...], ids: Any) -> jax.Array | None:
-    """Whether any query sees a key, ``[B|1, S, K|1]``; None if it is known while tracing that all are seen.
+    """Whether any query sees a key, ``[B|1, S, K|1]``; None if all keys are known to be seen while tracing.
 
-    Exact, because what nobody sees may be NaN, and a NaN that is seen must show. If it depends on ids, that takes a
-    comparison for each pair of every sequence.
+    Exact, because unseen keys may be NaN, and a NaN that is seen must propagate. If the result depends on ids, this
+    takes one comparison per pair of every sequence.
     """
     if ids is None:
         by_head = np.stack([mask.seen_keys for mask in masks])[None]
