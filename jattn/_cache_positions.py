@@ -19,14 +19,14 @@ def positions_within(
     kv_positions: Array,
     scaled: bool,
 ) -> tuple[Array, Array]:
-    """``query [B,T,N,H]`` and ``key [B,S,K,H]``, rotated so that first tokens stay within ``capacity - 1`` tokens.
+    """``query [B,T,N,H]`` and ``key [B,S,K,H]``, rotated so that first tokens are at most ``capacity - 1`` away.
 
     For the keys of first tokens, a query at position t is rotated by ``min(t, C-1)``; for other keys, it is rotated by
-    t, counted from the first query's place in the cache, so that no angle grows with the text. A single query has the
-    same position for both. Multiple queries hold both rotations as 2H features, and each key has zeros in one half.
-    Unless the scores are ``scaled`` by a number, the query is multiplied by the square root of 2 to match the default
-    scale. ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text; ``cache``:
-    before the chunk.
+    t, counted from the first query's place in the cache, so that no angle grows with the length of the text. A single
+    query has the same position for both. Multiple queries hold both rotations as 2H features, and each key has zeros in
+    one half. Unless the scores are ``scaled`` by a number, the query is multiplied by the square root of 2 to match the
+    default scale. ``positions``: ``[T]`` or ``[B,T]``, ``kv_positions``: ``[S]`` or ``[B,S]``, both in the text.
+    ``cache``: the cache before the chunk.
     """
     farthest = cache.capacity - 1
     length = jnp.asarray(cache.length).astype(jnp.int32)

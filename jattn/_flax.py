@@ -100,7 +100,7 @@ def _at_positions(
 def weights_as_flax(
     query: Array, key: Array, *, deterministic: bool, dropout_rate: float, dropout_rng: Any, **options: Any
 ) -> tuple[Array, Array]:
-    """The weights ``[..., N, T, S]`` of ``attend_as_flax`` before and after dropout, float32 (float64 for float64).
+    """The weights ``[..., N, T, S]`` of ``attend_as_flax`` before and after dropout, in at least float32.
 
     ``options`` are the same as for ``attend_as_flax``.
     """
@@ -177,7 +177,7 @@ class Sow(NamedTuple):
 def attend_and_sow(
     module: Any, collection: Any, sow: Sow, in_float32: bool, /, *qkv: Array, **options: Any
 ) -> tuple[Array, KVCache | None]:
-    """``attend_as_flax(*qkv, **options)``: its output, at least float32 if ``in_float32``, and its cache.
+    """``attend_as_flax(*qkv, **options)``: its output, in at least float32 if ``in_float32``, and its cache.
 
     Weights are sown in the output's dtype.
     """

@@ -1,6 +1,6 @@
 """Shards the slots of arrays ``[B,C,K,...]`` over the devices of a mesh, for sharded key-value caches.
 
-A ``NamedSharding`` names the mesh axes of B, C and K; further axes are whole. Each function moves tokens between
+A ``NamedSharding`` names the mesh axes of B, C and K; all other axes are unsharded. Each function moves tokens between
 devices only as far as needed and never puts all slots, or a whole sharded chunk, on one device.
 """
 
@@ -43,7 +43,7 @@ def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: in
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Array:
-    """``jnp.zeros``; if sharded, each device creates its own part, even inside ``jit``, on both kinds of meshes."""
+    """``jnp.zeros``; if sharded, each device creates its own part, even inside ``jit``, on both kinds of mesh."""
     return jnp.zeros(shape, dtype) if sharding is None else _sharded_zeros(shape, dtype, sharding)
 
 
@@ -58,7 +58,7 @@ def _sharded_zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) 
 def put(
     sharding: NamedSharding, sharded: bool, in_a_row: bool, held: Sequence[Array], chunk: Sequence[Array], slots: Array
 ) -> list[Array]:
-    """Each array of ``held`` with the tokens of ``chunk [B,L,...]`` at ``slots [B|1,L]``, except at slots from C on.
+    """Each array of ``held`` with ``chunk [B,L,...]`` written to ``slots [B|1,L]``, except slots from C on.
 
     Args:
         sharded: the chunk is sharded over the axes of the slots, if L is divisible; otherwise every device has all of
@@ -116,13 +116,13 @@ def join(sharding: NamedSharding, held: Array, chunk: Array, fill: Any = 0) -> A
 
 
 def _put_rows(old: Array, x: Array, slots: Array) -> Array:
-    """``old [B,c,...]`` with the tokens ``x [B,L,...]`` written to those of ``slots [B|1,L]`` that it contains."""
+    """``old [B,c,...]`` with the tokens ``x [B,L,...]`` written to the ``slots [B|1,L]`` that it contains."""
     slots = jnp.where(slots >= 0, slots, old.shape[1])  # negative slots count from the end
     return old.at[np.arange(old.shape[0])[:, None], slots].set(x, mode="drop")
 
 
 def _put_run(old: Array, x: Array, slots: Array) -> Array:
-    """The same for consecutive slots: one slice is read and written instead of a row per token."""
+    """Like ``_put_rows``, for consecutive slots: reads and writes a single slice instead of a row per token."""
 
     def put_from(old: Array, x: Array, first: Array) -> Array:
         size = min(x.shape[1], old.shape[1])

@@ -82,7 +82,7 @@ def dot_product_attention(
         bias: floats added to the scores, broadcastable to ``[B,N,T,S]``; rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
         mask: True where a query sees a key. A bool array shaped like ``bias``, a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
-        scale: factor on the scores; ``1 / sqrt(H)`` by default.
+        scale: multiplies the scores; ``1 / sqrt(H)`` by default.
         is_causal: a query sees keys at or before its own position. If T differs from S, the mask is aligned top-left,
             as in ``jax.nn`` and PyTorch. For flash-attn's bottom-right alignment, also pass
             ``query_positions=np.arange(S - T, S)``.
@@ -102,7 +102,7 @@ def dot_product_attention(
         dropout_rng: a key from ``jax.random.key``, required if the rate is not 0. A hash of this key and (b, h, q, kv)
             decides whether a weight is dropped.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
-        precision: the ``jax.lax.Precision`` of both products, or what ``jax.numpy.einsum`` takes for it.
+        precision: the ``jax.lax.Precision`` of both products, or any ``precision`` that ``jax.numpy.einsum`` accepts.
 
     Returns:
         ``out [B,T,N,D]`` (or ``[T,N,D]``) in query's dtype. With ``return_residual``, ``(out, lse [B,T,N])``: lse is
@@ -223,18 +223,18 @@ def fold_weights(
 ) -> Any:
     """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory, at any length.
 
-    Each nonempty block updates the carry: ``carry = step(carry, weights, q_idx, kv_idx)``. The ``weights [t,s]`` are
-    the same as from ``attention_weights``, in float32 (float64 for float64 input). ``q_idx [t,1]`` and ``kv_idx [1,s]``
-    are the slots of the block's rows and columns.
+    Each nonempty block updates the carry: ``carry = step(carry, weights, q_idx, kv_idx)``. The ``weights [t,s]`` match
+    ``attention_weights`` and are float32 (float64 for float64 input). ``q_idx [t,1]`` and ``kv_idx [1,s]`` are the
+    slots of the block's rows and columns.
 
     - The order and size of the blocks are unspecified, and blocks emptied by the mask are skipped. A step must
       therefore leave the carry unchanged where weights are 0.
     - The last blocks may extend past T and S. There, weights are 0 and slots are out of range: ``x.at[q_idx].add``
       drops them, and ``x[q_idx]`` reads the last entry.
-    - If a step only adds to the carry, reverse mode takes linear memory as well: no block is saved.
+    - If a step only adds to the carry, reverse mode also takes linear memory: no block is saved.
 
     Args:
-        step: ``(carry, weights, q_idx, kv_idx) -> carry``; arrays that it captures are differentiated.
+        step: ``(carry, weights, q_idx, kv_idx) -> carry``; captured arrays are differentiated.
         init: the initial carry of each head, any pytree of arrays.
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]`` (or without B), floating, of one dtype.
         lse: ``[B,T,N]`` (or ``[T,N]``), from ``return_residual=True``; computed if None. With the lse of a call with
@@ -248,7 +248,8 @@ def fold_weights(
         The final carries, each array with leading axes ``[B,N]`` (or ``[N]``).
 
     Raises:
-        ValueError, TypeError: an argument has the wrong shape or dtype, or a step changes its carry's shapes or dtypes.
+        ValueError, TypeError: an argument has the wrong shape or dtype, or the step changes its carry's shapes or
+            dtypes.
 
     Example:
         The total weight received by each key. A sum over keys would be ``carry.at[q_idx[:, 0]].add(weights.sum(1))``.

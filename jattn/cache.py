@@ -39,8 +39,8 @@ class KVCache:
         rolling: new tokens replace the oldest, so the cache is never full.
         sharding: the ``NamedSharding`` of B, C and K over a mesh, or None (``init_cache``).
         layer: the index of the layer to use, traced or not; None if the cache holds one layer.
-        first_tokens: F. A rolling cache keeps the first F tokens and the last C - F, and layers count ``position``
-            within the cache (``init_cache``).
+        first_tokens: F. A rolling cache keeps the first F tokens and the last C - F, and layers apply ``position`` to
+            positions within the cache (``init_cache``).
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
@@ -88,7 +88,7 @@ class KVCache:
 
     @property
     def _length(self) -> Array:
-        """``length`` as int32, like positions. With fewer bits, it would wrap around to a valid length."""
+        """``length`` as int32, like positions. A narrower integer would wrap around to a valid length."""
         length = jnp.asarray(self.length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.dtype.itemsize < 4:
             raise TypeError(f"length of a cache must be integers of 32 or 64 bits, got {length.dtype}")
@@ -136,16 +136,15 @@ class KVCache:
         """A cache without the last ``tokens``, such as those rejected in speculative decoding.
 
         A rolling cache has lost the tokens replaced by the removed ones, and queries that would see the lost tokens get
-        NaN. Choose a capacity of at least the ``SlidingWindow``'s ``left`` plus the most tokens by which ``length``
-        falls below its largest value so far. Takes O(1) time, or O(capacity) in a rolling cache, which marks the lost
-        slots.
+        NaN. Choose a capacity of at least the ``SlidingWindow``'s ``left`` plus the largest drop of ``length`` below
+        its maximum so far. Takes O(1) time, or O(capacity) in a rolling cache, which marks the lost slots.
 
         Args:
             tokens: integers ``[B]``, or one for all sequences.
 
         Raises:
-            ValueError: ``tokens`` are not such integers, or the cache holds fewer tokens. Where ``jit`` hides the
-                numbers, no error is raised: the sequence counts as ``overflowed`` and its outputs stay NaN.
+            ValueError: ``tokens`` are not such integers, or the cache holds fewer tokens. Under ``jit``, where the
+                numbers are unknown, no error is raised: the sequence counts as ``overflowed`` and its outputs stay NaN.
 
         Example:
             >>> tokens = jnp.ones((1, 5, 2, 8))
@@ -193,7 +192,7 @@ def init_cache(
         num_kv_heads: K, the number of key/value heads.
         head_dim: H, of the keys.
         value_dim: D, of the values; H by default.
-        dtype: floating; tokens are cast to it.
+        dtype: a floating dtype, to which tokens are cast.
         rolling: keep the last ``capacity`` tokens and drop older ones; a rolling cache is never full.
         first_tokens: F. A rolling cache keeps the first F tokens and the last ``capacity - F``, so that a model that
             attends to its first tokens can generate without end (StreamingLLM, https://arxiv.org/abs/2309.17453). The
@@ -248,9 +247,9 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid: bool ``[B,L]``: which tokens are real. The others (padding on either side) take no slot or position.
 
     Raises:
-        ValueError: shapes do not match, ``cache.layer`` does not exist, or the tokens exceed the capacity. Where
-            ``jit`` hides the length, no error is raised: the chunk's values and the last slot become NaN, all later
-            layer outputs for this sequence are NaN, and the result's ``overflowed`` is True.
+        ValueError: shapes do not match, ``cache.layer`` does not exist, or the tokens exceed the capacity. Under
+            ``jit``, where the length is unknown, no error is raised: the chunk's values and the last slot become NaN,
+            all later layer outputs for this sequence are NaN, and the result's ``overflowed`` is True.
         TypeError: ``cache.length`` does not hold integers of at least 32 bits.
 
     Example:
@@ -386,7 +385,7 @@ def visible_keys(
 
 
 def stack_of(cache: KVCache, key: Array) -> Stack | None:
-    """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device.
+    """The arrays of all layers, if ``key [B,S,K,H]`` from ``visible_keys`` is one of their layers on this device.
 
     With first tokens, the visible keys are rotated copies.
     """
@@ -421,7 +420,7 @@ def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]
 
 
 def nan_if_overflowed(cache: KVCache, x: Array) -> Array:
-    """``x [B, ...]``, with NaN for sequences that no longer fit in the cache, whatever their masks show."""
+    """``x [B, ...]``, with NaN for sequences that no longer fit in the cache, regardless of masks."""
     return jnp.where(jnp.reshape(cache.overflowed, (-1,) + (1,) * (x.ndim - 1)), jnp.nan, x)
 
 

@@ -64,7 +64,7 @@ def dot_product_attention(
         mask: an array broadcastable to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
-        dropout_rng: the random key of dropout.
+        dropout_rng: the random key for dropout.
         dropout_rate: the probability of dropping a weight.
         deterministic: switch dropout off.
         dtype: the dtype of the computation; None promotes the arguments.
@@ -107,7 +107,7 @@ def dot_product_attention(
 
 
 def _only_flaxs(attention_fn: Callable[..., Array], mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
-    """Raises if custom products, which Flax's function computes, come with options that it does not take."""
+    """Raises if custom products, computed by Flax's function, are combined with options that it does not take."""
     if is_causal or callable(mask):
         raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
     _flax.refuse_extras(attention_fn, **extras)
@@ -138,7 +138,7 @@ def dot_product_attention_weights(
         query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
-        dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
+        dropout_rng, dropout_rate, deterministic: the random key for dropout; its rate; whether to switch dropout off.
         dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
         module: sows the weights before dropout as its ``attention_weights``.
         force_fp32_for_softmax: weights in float32. The softmax is always computed in at least float32.
@@ -176,8 +176,8 @@ class MultiHeadDotProductAttention(nn.Module):
 
     ``query``, ``key`` and ``value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``; the
     kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives the
-    same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 (in Flax, the mean of the
-    values), and a ``decode`` call may process several tokens.
+    same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 instead of the mean of the
+    values, and a ``decode`` call may process several tokens.
 
     Attributes:
         num_heads: N, the number of query heads.
@@ -191,13 +191,13 @@ class MultiHeadDotProductAttention(nn.Module):
         sinks: learn each head's score ``[N]`` for attending to nothing, initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
-        dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
+        dtype, param_dtype: the dtypes of the computation (None promotes inputs and parameters) and of the parameters.
         dropout_rate: the probability of dropping an attention weight.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         deterministic: switch dropout off; a call may override it.
         precision: the ``jax.lax.Precision`` of all products.
-        kernel_init, bias_init: initializers of the projections.
-        out_kernel_init, out_bias_init: initializers of ``out``; by default, the same as for the other projections.
+        kernel_init, bias_init: initializers for the projections.
+        out_kernel_init, out_bias_init: initializers for ``out``; by default, the same as for the other projections.
         use_bias: whether the projections have biases.
         attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
         decode: append the input to the collection ``cache`` at each call.
@@ -205,9 +205,9 @@ class MultiHeadDotProductAttention(nn.Module):
         force_fp32_for_softmax: return the heads' outputs in float32. The softmax is always computed in at least
             float32.
         qkv_dot_general, out_dot_general: replace ``jax.lax.dot_general`` in the projections and in ``out``.
-        qkv_dot_general_cls, out_dot_general_cls: classes that make these functions.
-        qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: classes that make the einsums of scores and outputs,
-            such as quantized ones; with either, Flax's own function computes attention.
+        qkv_dot_general_cls, out_dot_general_cls: classes that create these functions.
+        qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: classes that create the einsums for scores and
+            outputs, such as quantized ones; with either, Flax's own function computes attention.
 
     Raises:
         ValueError: at a call, a number of features or heads is not divisible as required.
@@ -291,12 +291,12 @@ class MultiHeadDotProductAttention(nn.Module):
                 documents, positions that restart. As in Flax, masks, score functions and dropout see slots. If the
                 numbers of keys and queries differ, these are the queries' positions for masks as well.
             bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
-            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
+            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``; multiplies each head's output (0 switches it off).
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
-            frozen: ``(query, key)`` of another call; their weights replace this call's.
+            frozen: ``(query, key)`` from another call; their weights replace this call's.
             patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the attribute.
-            scale: factor on the scores; ``1 / sqrt(H)`` by default.
+            scale: multiplies the scores; ``1 / sqrt(H)`` by default.
             local_window_size: ``(left, right)``: how many keys a query sees before and after its own.
             cache: a ``KVCache`` instead of the collection. The result is then ``(output, cache)``, and ``is_causal``
                 and ``mask`` apply as given.
@@ -420,7 +420,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
     @nn.nowrap
     def _einsums(self) -> dict[str, Einsum | None]:
-        """The custom products, by their names in ``attention_fn``; None where the module has no class for one."""
+        """The custom products, by their names in ``attention_fn``; None if the module has no class for one."""
         qk, weights_value = self.qk_attn_weights_einsum_cls, self.attn_weights_value_einsum_cls
         return {
             "qk_attn_weights_einsum": None if qk is None else qk(),
@@ -468,7 +468,7 @@ def _keys_and_values(
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` under Flax's other name for it.
+    """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` under its other name in Flax.
 
     It has the same attributes and call signature. Linen names parameters after the class, so a checkpoint fits only the
     class that created it.
@@ -483,7 +483,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` of a single input, in Flax's argument order.
+    """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` with a single input, in Flax's argument order.
 
     It has the same attributes. As in Flax, a call warns that the class is deprecated.
 

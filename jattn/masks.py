@@ -150,7 +150,7 @@ class Padding(Mask):
     ``lengths``: integers ``[B]``; if B is 1, the length is shared by all sequences.
 
     Raises:
-        TypeError: ``lengths`` is not an array of integers of rank 1.
+        TypeError: ``lengths`` is not an integer array of rank 1.
 
     Example:
         >>> mask, b = jattn.masks.Padding(np.array([2, 3])), np.arange(2)
@@ -196,7 +196,7 @@ class Segments(Mask):
     document; pass them as the modules' ``input_positions``.
 
     Raises:
-        TypeError: ids are not an array of integers of rank 1 or 2.
+        TypeError: ids are not an integer array of rank 1 or 2.
 
     Example:
         >>> mask, i = jattn.masks.Segments(np.array([0, 0, 1, 1])) & jattn.masks.Causal(), np.arange(4)
@@ -242,7 +242,7 @@ class Segments(Mask):
         return any_visible, same_id & q_all & kv_all
 
     def _query_ids_at(self, b: Index, q_idx: Index) -> tuple[AnyArray, Bools]:
-        """The ids of queries, and whether the positions lie in the table."""
+        """The ids of queries, and whether the positions lie within the table."""
         return look_up_row(self.query_ids, b, q_idx)
 
     def _key_ids_at(self, b: Index, kv_idx: Index) -> tuple[AnyArray, Bools]:
@@ -260,7 +260,7 @@ class Dense(Mask):
     positions are given. ``bounds`` are exact and use a summed-area table.
 
     Raises:
-        TypeError: ``array`` is not an array of bools of rank 2, 3 or 4.
+        TypeError: ``array`` is not a bool array of rank 2, 3 or 4.
 
     Example:
         >>> hidden, i = np.array([[0, 0, 0], [0, 0, 0], [0, 1, 0]], bool), np.arange(3)

@@ -89,7 +89,7 @@ def attend_heads(
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
-        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``; multiplies each head's output (0 switches it off).
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
         frozen: ``(query, key)`` from ``return_heads`` of another call, which determine the weights; the values remain
@@ -181,7 +181,7 @@ def _with_positions_and_cache(
 ) -> tuple[Array, Array, Array, KVCache | None]:
     """Query, key, value and cache with ``position`` applied and the chunk appended to the cache.
 
-    Updates the ``arguments`` of ``dot_product_attention``: its positions, and which part of the cache is visible.
+    Updates the ``arguments`` of ``dot_product_attention``: its positions and the visible part of the cache.
     """
     implementation = arguments["implementation"]
     query_positions, kv_positions = arguments.get("query_positions"), arguments.get("kv_positions")
@@ -241,7 +241,7 @@ def _extras(
     return_heads: bool,
     valid: ArrayLike | None,
 ) -> list[Any]:
-    """The results of ``attend_heads`` other than output and cache; no statistic counts the padding of a chunk."""
+    """The results of ``attend_heads`` other than output and cache; statistics ignore the padding of a chunk."""
     results: list[Any] = []
     query, key = heads["query"], heads["key"]
     drop = query.ndim - 3  # the one batch axis, if any
@@ -295,14 +295,14 @@ def init_multi_head(
 
     Args:
         key: a JAX random key.
-        model_dim: M, of the input and the output.
+        model_dim: M, the number of features of the input and the output.
         num_heads: N, the number of query heads.
         num_kv_heads: K, a divisor of N; N by default.
         head_dim: H, of query and key; ``model_dim / num_heads`` by default.
         value_dim: D; ``head_dim`` by default.
         kv_model_dim: the number of features of ``x_kv``, if different from M (cross-attention).
         use_bias: add biases, initially 0.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
         ValueError: a number is not a positive integer, or is not divisible as required.
@@ -348,7 +348,7 @@ def multi_head_attention(
     return_weights: bool = False,
     **options: Unpack[LayerOptions],
 ) -> Any:
-    """``y = sum_i attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V) W_i^O``: multi-head attention, self or cross.
+    """``y = sum_i attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V) W_i^O``: multi-head self- or cross-attention.
 
     Args:
         params: from ``init_multi_head`` (or a Flax module).
@@ -358,7 +358,7 @@ def multi_head_attention(
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
-        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``; multiplies each head's output (0 switches it off).
         head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B,T,N,D]``.
         frozen: ``(query, key)`` from ``return_heads`` of another call; their weights replace this call's.
         patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
@@ -414,9 +414,9 @@ def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
 
 
 def for_tokens(position: Any, tokens: Length, cache: KVCache | None) -> Any:
-    """``position`` for the length of a call with this many keys, or of its cache.
+    """``position`` adapted to the length of a call with this many keys, or of its cache.
 
-    Raises ``ValueError`` if that length is unknown because the cache rolls.
+    Raises ``ValueError`` if that length is unknown because the cache is rolling.
     """
     at = at_length(position, tokens if cache is None else cache.capacity)
     if cache is not None and cache.rolling and not cache.first_tokens and at is not position:

@@ -57,7 +57,7 @@ def dot_product_attention(
         mask: an array broadcastable to ``[..., N, T, S]`` (nonzero: visible), a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
-        dropout_rng: the random key of dropout.
+        dropout_rng: the random key for dropout.
         dropout_rate: the probability of dropping a weight.
         deterministic: switch dropout off.
         dtype: the dtype of the computation; None promotes the arguments.
@@ -113,7 +113,7 @@ def dot_product_attention_weights(
         query, key: ``[..., T, N, H]`` and ``[..., S, K, H]``; N is a multiple of K.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
-        dropout_rng, dropout_rate, deterministic: the random key of dropout; its rate; switch dropout off.
+        dropout_rng, dropout_rate, deterministic: the random key for dropout; its rate; whether to switch dropout off.
         dtype, precision: the dtype of the computation (None promotes the arguments); the precision of the product.
         module: sows the weights before dropout as its ``attention_weights``.
         promote_dtype: Flax's function that casts query and key to one dtype.
@@ -143,8 +143,8 @@ class MultiHeadAttention(nnx.Module):
 
     ``query``, ``key`` and ``value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]`` and ``[M,K,D]``;
     the kernel of ``out`` is ``[N,D,M]``. ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same random key gives
-    the same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 (in Flax, the mean of the
-    values), and a ``decode`` call may process several tokens.
+    the same bits as in Flax. Unlike in Flax, the output of a query that sees nothing is 0 instead of the mean of the
+    values, and a ``decode`` call may process several tokens.
 
     Args:
         num_heads: N, the number of query heads.
@@ -161,13 +161,13 @@ class MultiHeadAttention(nnx.Module):
         sinks: learn each head's score ``[N]`` for attending to nothing, initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: a name from ``jattn.explain`` or an object such as ``jattn.sharding.Ring``; None picks one.
-        dtype, param_dtype: of the computation (None promotes inputs and parameters), and of the parameters.
+        dtype, param_dtype: the dtypes of the computation (None promotes inputs and parameters) and of the parameters.
         dropout_rate: the probability of dropping an attention weight.
         broadcast_dropout: drop the same query-key pairs in all heads of all sequences.
         deterministic: switch dropout off; a call may override it.
         precision: the ``jax.lax.Precision`` of all products.
-        kernel_init, bias_init: initializers of the projections.
-        out_kernel_init, out_bias_init: initializers of ``out``; by default, the same as for the other projections.
+        kernel_init, bias_init: initializers for the projections.
+        out_kernel_init, out_bias_init: initializers for ``out``; by default, the same as for the other projections.
         use_bias: whether the projections have biases.
         attention_fn: a function to call instead of jattn's; it gets Flax's keywords.
         decode: append the input to the module's own cache at each call; a call may override it.
@@ -175,11 +175,11 @@ class MultiHeadAttention(nnx.Module):
         qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Flax's functions that cast the operands of the
             projections, of ``out`` and of the norms to one dtype.
         qkv_dot_general, out_dot_general: replace ``jax.lax.dot_general`` in the projections and in ``out``.
-        qkv_dot_general_cls, out_dot_general_cls: classes that make these functions.
-        rngs: the random keys of parameters and dropout.
+        qkv_dot_general_cls, out_dot_general_cls: classes that create these functions.
+        rngs: the random keys for parameters and dropout.
         keep_rngs: keep the stream of dropout keys in the module.
-        kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata: metadata of these parameters.
-        query_ln_scale_metadata, key_ln_scale_metadata: metadata of the norms' scales.
+        kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata: metadata for these parameters.
+        query_ln_scale_metadata, key_ln_scale_metadata: metadata for the norms' scales.
 
     Raises:
         ValueError: a number of features or heads is not divisible as required.
@@ -322,7 +322,7 @@ class MultiHeadAttention(nnx.Module):
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
             deterministic: switch dropout off.
             rngs: the dropout keys, instead of the module's.
-            out_sharding, qkv_sharding: of the output, and of query, key and value, on an explicit mesh.
+            out_sharding, qkv_sharding: the shardings of the output and of query, key and value, on an explicit mesh.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
             decode: append the T input tokens to the module's own cache (``init_cache``). Without a mask, or with a mask
                 array over the cache's slots, a token sees itself and earlier tokens. A ``Mask`` or a function of
@@ -332,12 +332,12 @@ class MultiHeadAttention(nnx.Module):
                 documents, positions that restart. As in Flax, masks, score functions and dropout see slots. If the
                 numbers of keys and queries differ, these are the queries' positions for masks as well.
             bias: floats added to the scores; they broadcast to ``[..., N, T, S]``.
-            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``, a factor on each head's output; 0 switches it off.
+            head_gate: ``[N]``, ``[B, N]`` or ``[B, T, N]``; multiplies each head's output (0 switches it off).
             head_fill: the output of a switched-off head instead of 0; broadcasts to ``[B, T, N, D]``.
-            frozen: ``(query, key)`` of another call; their weights replace this call's.
+            frozen: ``(query, key)`` from another call; their weights replace this call's.
             patch: queries, keys, values or patterns that replace this call's (``jattn.heads.patch``).
             score_mod: replaces the constructor's.
-            scale: factor on the scores; ``1 / sqrt(H)`` by default.
+            scale: multiplies the scores; ``1 / sqrt(H)`` by default.
             local_window_size: ``(left, right)``: how many keys a query sees before and after its own.
             cache: a ``KVCache`` instead of the module's own. The result is then ``(output, cache)``, and ``is_causal``
                 and ``mask`` apply as given.

@@ -54,12 +54,12 @@ def attention_heatmap(
 
     Args:
         weights: ``[T, S]``, any array that NumPy can read.
-        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; with a tokenizer, ids.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
         tokenizer: a ``tokenizers`` or ``transformers`` tokenizer, which turns ids, or its own strings such as
             ``"Ġcat"``, into text. Matplotlib's default font has no Chinese or Japanese characters; choose another in
             ``rcParams["font.family"]``.
-        ax: the axes to draw on; by default, those of a new figure, large enough for readable labels.
+        ax: the axes to draw on; by default, new axes in a figure large enough for readable labels.
         vmax: the weight at the dark end of the scale; by default, the largest weight. To compare plots, use the same
             value for all.
         cmap: a matplotlib colormap.
@@ -70,7 +70,7 @@ def attention_heatmap(
         The axes; save them with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType fonts).
 
     Raises:
-        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S; an id is negative.
+        ValueError: ``weights`` has the wrong rank or is empty; the number of labels is not T or S; an id is negative.
 
     Example:
         >>> weights = np.eye(3)[[0, 0, 1]]  # a previous-token head
@@ -114,9 +114,9 @@ def head_grid(
     Args:
         weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``, the heads of one layer. Stack layers
             with ``np.stack``; if you concatenate them, the titles number their heads consecutively.
-        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; with a tokenizer, ids.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
-        tokenizer: of ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
+        tokenizer: from ``tokenizers`` or ``transformers``; turns ids, or its own strings such as ``"Ġcat"``, into text.
         vmax: the weight at the dark end of the scale; by default, the largest weight of any head.
         cmap: a matplotlib colormap.
         columns: panels per row; by default, the heads of a layer, or at most four for ``[N, T, S]``.
@@ -128,8 +128,8 @@ def head_grid(
         The figure; save it with ``figure.savefig("heads.png")``.
 
     Raises:
-        ValueError: ``weights`` has another rank or is empty; the number of labels is not T or S; the number of titles
-            is not the number of heads; an id is negative.
+        ValueError: ``weights`` has the wrong rank or is empty; the number of labels is not T or S; the number of titles
+            differs from the number of heads; an id is negative.
 
     Example:
         >>> figure = jattn.plots.head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
@@ -232,7 +232,7 @@ def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, c
 
 
 def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:
-    """Labels as many cells as will stay readable: all, or every second, third, ..."""
+    """Labels every cell, or every second, third, ..., so that the labels stay readable."""
     font = min(max(0.85 * cell, _SMALLEST), _LARGEST)
     stride = math.ceil(1.1 * font / cell) if labels else math.ceil(2.2 * font / cell)
     ticks = range(0, size, max(stride, 1))

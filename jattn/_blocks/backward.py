@@ -54,17 +54,18 @@ def differentiable(
         call: canonical, of one or more heads.
         static: hashable arguments.
         backward: ``(platform, (call, results, *static), cotangents, wanted) -> cotangents of the call's arrays``: the
-            handwritten reverse derivative, used where only the first ``count`` arrays are differentiated, or, if
-            ``not alone``, wherever they are; None: all arrays. ``results``: the results of ``forward``;
+            handwritten reverse derivative. It is used where only the first ``count`` arrays (None: all) are
+            differentiated or, if ``not alone``, wherever they are. ``results``: the results of ``forward``;
             ``cotangents``: of ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the
             numbers of the arrays whose cotangents are needed.
         lse: ``(platform, call, *static) -> [..., T, ...]``: the lse of the scores of ``accumulate``, if ``forward``
             computes other scores; its ``row_sum`` is then 1, or 0 for a row that sees nothing.
         returns_error: whether ``forward`` knows the rounding error of ``out``. Scores that shift together, through a
-            component shared by all keys, change no weight. With a rounded ``out`` in the rule, a row's ``d_score`` do
-            not sum to 0, and the gradient of the query contains the remainder times the shared component.
+            component shared by all keys, change no weight. With a rounded ``out`` in the rule, a row's ``d_score``
+            values do not sum to 0, and the gradient of the query contains the remainder times the shared component.
         formula: ``call -> (out, lse)``, from which JAX derives everything not covered by ``backward``, in place of
-            ``accumulate``: faster for few pairs. If ``backward`` covers nothing, the formula also computes the results.
+            ``accumulate``; this is faster for few pairs. If ``backward`` covers nothing, the formula also computes the
+            results.
     """
     leaves, (arrays, join), query, value = jax.tree.leaves(call), split_arrays(call), call.query, call.value
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -140,7 +141,7 @@ def _of_formula(
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaTangents:
-    """Computes the tangents of ``out`` and ``row_sum`` by JAX's derivative of the formula."""
+    """Computes the tangents of ``out`` and ``row_sum`` using JAX's derivative of the formula."""
 
     formula: Callable[[Call], tuple[Array, Array]]
 
@@ -157,8 +158,8 @@ class _Tangents:
     ``rounded``: account for the rounding of ``out``, in a separate pass. Scores that shift together change no weight,
     but with a rounded ``out`` in the rule, the tangent of their sum does not vanish. The effect is small in the
     gradients of query, key and value, but shows in the gradients of biases and of arrays captured by score functions,
-    which sum over rows. The same holds for an lse that does not match the scores: ``lse`` then computes the right one,
-    as in ``differentiable``.
+    which sum over rows. The same holds for an lse that does not match the scores: ``lse`` then computes the matching
+    one, as in ``differentiable``.
     """
 
     accumulate: deferred.Function
@@ -198,7 +199,7 @@ class _Tangents:
 
 
 def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
-    """The cotangents of ``acc`` and ``row_sum``, given those of ``out`` and ``row_sum``; None is zero.
+    """The cotangents of ``acc`` and ``row_sum``, given those of ``out`` and ``row_sum``; None means zero.
 
     If ``p = exp(score - row_max)``, they give ``d_value = sum_q p d_acc`` and
     ``d_score = p (d_acc · value + d_row_sum)``: FlashAttention-2's backward pass (https://arxiv.org/abs/2307.08691).
@@ -226,7 +227,7 @@ def exact_out(results: Sequence[Array]) -> Array:
 def is_whole(call: Call) -> bool:
     """Whether ``balanced`` applies to a canonical 16-bit call: it has all keys of a row and no score function.
 
-    A query in the softmax's dtype indicates a part of the keys.
+    A query in the softmax's dtype means that the call has only a part of the keys.
     """
     return call.score_mod is None and call.query.dtype == call.key.dtype != softmax_dtype(call.query)
 
@@ -240,11 +241,11 @@ def balanced(
 ) -> list[Array]:
     """The cotangents ``of_qkv`` of query, key and value, corrected where products round their factors to 16 bits.
 
-    The weights summed into ``out`` were then rounded, and possibly ``d_score``, so that the latter's sum over a row,
+    The weights summed into ``out``, and possibly ``d_score``, were then rounded, so the sum of ``d_score`` over a row,
     ``totals [B,T,N]``, differs from its correct value, the cotangent of the lse. The difference times the component
-    shared by all keys is added to the cotangent of the query. That component is estimated by the mean of the finite
-    keys seen by some query, which have a nonzero ``d_value``, as far as keys deviate little from it: where they deviate
-    more, a row's few keys may be far from the mean.
+    shared by all keys is added to the cotangent of the query. That component is estimated as the mean of the finite
+    keys seen by any query, which have a nonzero ``d_value``. The mean is scaled down as keys deviate more from it,
+    because a row's few keys may then be far from it.
     """
     d_query, d_key, d_value = of_qkv
     d_row_sum, dtype = cotangents[1], totals.dtype
@@ -278,7 +279,7 @@ def accumulate_head(platform: str, head: Call, plan: BlockPlan, row_max: Array) 
     """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
 
     In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a larger set of keys, the
-    ``acc`` of its parts add up to the output, and their ``row_sum`` to 1.
+    ``acc`` values of its parts add up to the output, and their ``row_sum`` values to 1.
     """
     blocked = split_head(platform, head, plan)
     dtype = blocked.arrays.q.dtype
@@ -305,7 +306,7 @@ def gradients_of_qkv(
 ) -> Sequence[Array]:
     """The cotangents of query, key and value of a call.
 
-    ``results`` and ``cotangents`` belong to ``forward``, as in ``differentiable``.
+    ``results`` and ``cotangents`` refer to ``forward``, as in ``differentiable``.
     """
     row_max, of_results = results[1], of_sums(results, cotangents)
     plan, whole = plan_call(platform, call, sizes), platform != "cpu" and is_whole(call)

@@ -22,8 +22,8 @@ from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 class HeadArrays(NamedTuple):
     """One head's arrays, split into blocks.
 
-    Keys and values are transposed, and the products then yield transposed gradients as well; on CPU, XLA's product is
-    four times slower if it has to transpose the long axis.
+    Keys and values are transposed, so the products also yield transposed gradients; on CPU, XLA's product is four times
+    slower if it has to transpose the long axis.
     """
 
     q: Array  # [blocks, rows, H]
@@ -147,7 +147,7 @@ class BlockedHead:
 def split_head(platform: str, head: Call, plan: BlockPlan, *, differentiated: bool = True) -> BlockedHead:
     """Splits one head into blocks.
 
-    ``differentiated``: keep query, key and value in the softmax's dtype, in which block gradients are added up.
+    ``differentiated``: keep query, key and value in the softmax's dtype, in which block gradients are summed.
     """
     q, k, v = head.query, head.key, head.value
     (T, S), dtype, (rows, columns) = head.lengths, softmax_dtype(q), plan.size
@@ -182,7 +182,7 @@ def _of_piece(array: Array, piece: Piece | None) -> Array:
 
 @functools.cache
 def _index(axis: int) -> Callable[[Array, Index], Array]:
-    """``(x, i) -> x[i]`` on an axis. Remains a slice under ``vmap``, where JAX's own becomes a slower gather."""
+    """``(x, i) -> x[i]`` on an axis. Remains a slice under ``vmap``, where JAX's indexing becomes a slower gather."""
 
     @jax.custom_batching.custom_vmap
     def index(x: Array, i: Index) -> Array:

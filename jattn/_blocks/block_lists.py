@@ -51,8 +51,8 @@ def choose_blocks(
     """The block size, ``tables(size)`` from ``Visibility.blocks``, and the ``cut`` of the partial blocks.
 
     Large blocks keep products near the machine's peak rate and the loop short: at H = 64 on two cores, small blocks
-    cost an eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay for this, as with a
-    window. Only a static table shows this while tracing. ``block_sizes`` overrides the choice.
+    cost one eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay off, as with a
+    window. Only a static table reveals this while tracing. ``block_sizes`` overrides the choice.
 
     ``cuts``: cut partial blocks. ``large_if_cut``: then keep large blocks wherever cutting leaves out enough of them.
     On an AVX-512 CPU, 2048 causal tokens then take a fifth less time and 5 MiB more memory; gradients, which hold
@@ -78,7 +78,7 @@ def choose_blocks(
 
 
 def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> tuple[Size, Tables]:
-    """``large`` or ``small`` and its tables: small blocks if they skip sufficiently more."""
+    """``large`` or ``small``, with its tables; small blocks are chosen if they skip sufficiently more."""
     coarse = tables(large)
     if small != large and isinstance(coarse[0], np.ndarray) and coarse[0].size:
         fine = tables(small)
@@ -88,7 +88,7 @@ def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> t
 
 
 def cut(tables: Callable[[Size], Tables], size: Size, block_tables: Tables) -> tuple[Piece, ...]:
-    """The pieces of every partial block that hold its visible pairs: for some rows, the columns seen by any of them.
+    """The pieces of every partial block that hold its visible pairs: some rows, and the columns seen by any of them.
 
     The diagonal blocks of a causal mask need ten sixteenths of their pairs. None if the tables are not static or little
     would be left out. ``block_tables``: ``tables(size)``.
@@ -144,9 +144,9 @@ def split_axis(x: AnyArray, axis: int, size: int, fill: int | None = 0) -> AnyAr
 
 @pytree_dataclass
 class BlockList:
-    """Blocks, row by row: the p-th is ``(row[p], column[p])``, and row i holds ``starts[i]`` up to ``starts[i+1]``.
+    """Blocks, row by row: entry p is ``(row[p], column[p])``; row i holds entries ``starts[i]`` up to ``starts[i+1]``.
 
-    ``whole``: all entries are blocks. Otherwise, only the first ``starts[-1]`` are, a number known at run time.
+    ``whole``: all entries are blocks. Otherwise, only the first ``starts[-1]`` are, a number known only at run time.
     """
 
     row: AnyArray
@@ -157,7 +157,7 @@ class BlockList:
     def of_row(self, i: Index, run: Run | None = None) -> tuple[Index, Index, Callable[[Index], Index]]:
         """``(start, end, column)``: row i holds the blocks ``column(p)`` for ``start <= p < end``.
 
-        Adjacent columns, the usual case, are counted instead of looked up. Values shared by all rows of the ``run``
+        Adjacent columns, the usual case, are counted rather than looked up. Values shared by all rows of the ``run``
         that contains i are plain numbers.
         """
         if isinstance(self.column, np.ndarray):
@@ -177,7 +177,7 @@ def _of_run(by_row: np.ndarray, i: Index, run: Run | None) -> Index:
 
 
 def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
-    """Adjacent rows with equally many blocks, so that the loop over their blocks has a constant number of iterations.
+    """Runs of adjacent rows with the same number of blocks, so that the loop over blocks has a constant trip count.
 
     All rows form one run if the lists are known only at run time, or if there would be more than ``MOST_RUNS``.
     """

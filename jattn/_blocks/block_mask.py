@@ -26,9 +26,9 @@ from jattn.masks import Mask, MaskFunction, bounds
 
 
 class Visibility(NamedTuple):
-    """All masks together, which decide which pairs of T queries and S keys are visible.
+    """All masks combined, which determine the visible pairs of T queries and S keys.
 
-    ``b``, ``h``: index arrays of the leading axes. Positions are ``[..., T]`` and ``[..., S]``, or None for the slots
+    ``b``, ``h``: index arrays for the leading axes. Positions are ``[..., T]`` and ``[..., S]``, or None for the slots
     themselves. ``slot_masks``: bool arrays ``[..., T|1, S|1]``. Leading axes broadcast.
     """
 

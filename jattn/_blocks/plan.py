@@ -111,7 +111,7 @@ def block_table(call: Call, size: Size) -> Tables:
 
 
 def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
-    """The fraction of the ``[T,S]`` matrix computed by a plan, as a predicate for the kernel that uses it."""
+    """The fraction of the ``[T,S]`` matrix computed by a plan, as a verb phrase about the kernel that uses it."""
     any_visible, all_visible = plan.any_visible, plan.all_visible
     if not isinstance(any_visible, np.ndarray) or not isinstance(all_visible, np.ndarray):
         return "skips empty blocks; which they are depends on arrays that are known only when it runs"

@@ -40,9 +40,9 @@ class Reduction:
     """Sums over query-key pairs of values that depend on the weight.
 
     ``values(log_weights, row, column) -> {name: values}`` is elementwise: ``row`` and ``column``, the data of queries
-    and keys, broadcast against the log weights, whose axes may come in either order. It compares by value and holds no
-    arrays. A hidden pair, with a log weight of -inf (``lowest_score``), must add nothing, or -inf to a ``"row_max"``.
-    Values of a ``"row_max"`` are never NaN, which a maximum on a CPU would drop.
+    and keys, broadcast against the log weights, whose axes may come in either order. The function compares by value and
+    holds no arrays. A hidden pair, with a log weight of -inf (``lowest_score``), must add nothing, or -inf to a
+    ``"row_max"``. The values of a ``"row_max"`` must never be NaN, which a maximum on a CPU would drop.
 
     ``kinds``: the kind of each name: ``"row_sum"`` and ``"row_max"`` have a result per query, ``"column_sum"`` one per
     key, and ``"diagonal_sum"`` one per offset of the key from the query.
@@ -105,9 +105,9 @@ def reduce_weights(call: Call, reduction: Reduction, sizes: BlockSizes) -> dict[
 
 
 def lowest_score(call: Call) -> float:
-    """A score not above this hides a pair, as a mask does: -inf if the call has no bias or score function.
+    """The score at or below which a pair is hidden, as by a mask: -inf if the call has no bias or score function.
 
-    With either, -1e8, or half the lowest number in float16, to cover additive masks, such as ``finfo.min``.
+    Otherwise, -1e8 (in float16, half the lowest number), to cover additive masks such as ``finfo.min``.
     """
     if call.bias is None and call.score_mod is None:
         return -math.inf
@@ -148,7 +148,7 @@ def fold_blocks(
 
 
 def _block_size(call: Call, sizes: BlockSizes) -> Size:
-    """One block size for all platforms: the size in the types of a step's arguments."""
+    """One block size for all platforms, used in the types of a step's arguments."""
     return plan_call("", canonical(call), sizes).blocks.size
 
 
@@ -256,7 +256,7 @@ def _reduced(kind: str, values: jax.Array) -> jax.Array:
 
 
 def _joined(sums: jax.Array, kind: str, block: jax.Array, starts: tuple[jax.Array, ...], first: Length) -> jax.Array:
-    """``sums`` with a block's results; ``starts``: its row and column; ``first``: the first offset of block (0, 0)."""
+    """``sums`` joined with a block's results; ``starts``: its row and column; ``first``: the first offset of (0, 0)."""
     row, column = starts
     start = {"column_sum": column, "diagonal_sum": column - row + first}.get(kind, row)
     old = jax.lax.dynamic_slice(sums, (start,), block.shape)

@@ -41,7 +41,7 @@ def make_call(
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
     dropout_rate: Any = 0.0, dropout_rng: Any = None, broadcast_dropout: Any = False, **options: Unpack[SharedOptions],
 ) -> Call:  # fmt: skip
-    """The checked, batched call; ``is_causal`` and ``local_window_size`` become masks. Arguments may be any objects."""
+    """The checked, batched call; ``is_causal`` and ``local_window_size`` become masks. Arguments may have any type."""
     query, key, value = _qkv(query, key, value)
     (B, T, N, _), S = query.shape, key.shape[1]
     masks: list[Any] = [Causal()] if flag("is_causal", is_causal) else []
@@ -188,7 +188,7 @@ def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyA
 def masks_of_lengths(
     query_lengths: AnyArray | None, kv_lengths: AnyArray | None, q_idx: AnyArray, kv_idx: AnyArray
 ) -> list[AnyArray]:
-    """Whether slots are within the lengths, for each that is not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
+    """Whether slots lie within each length that is not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
     masks = []
     if query_lengths is not None:
         masks.append(q_idx[None, None, :, None] < query_lengths[:, None, None, None])

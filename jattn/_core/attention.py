@@ -63,14 +63,14 @@ def attend(
             a sequence of these, all of which must be True. Keys and values seen by no query may hold NaN.
         bias: floats ``[T|1, S|1]`` added to the scores, over slots.
         score_mod: a function ``(score, b, h, q_idx, kv_idx) -> score`` over positions.
-        scale: factor on the scores; ``1 / sqrt(H)`` by default.
+        scale: multiplies the scores; ``1 / sqrt(H)`` by default.
         batch, head: the indices b and h that ``mask``, ``score_mod`` and dropout see; ``over_heads`` passes ``head``.
             Required only if any of these varies by sequence or head.
         query_positions, kv_positions: integers ``[T]`` and ``[S]``, the positions that these functions see; by default
             0, 1, 2, ...
         dropout: ``(rate, key)``. The kept weights depend only on the key and (b, h, q, kv); ``batch`` and ``head``
             default to 0.
-        precision: the ``jax.lax.Precision`` of both products, or what ``jax.numpy.einsum`` takes for it.
+        precision: the ``jax.lax.Precision`` of both products, or any ``precision`` that ``jax.numpy.einsum`` accepts.
 
     Returns:
         ``out`` in v's dtype; ``lse`` float32 (float64 for float64 input).
@@ -165,7 +165,7 @@ def check_mod(name: str, result: ArrayLike, kind: type, shape: tuple[Length, ...
 
 
 def _weights(head: Call, visible: Array | None) -> tuple[Array, Array]:
-    """Weights and lse from one shared expression, so that requesting one changes no bit of the other."""
+    """Weights and lse from one shared expression, so that requesting one leaves the other bit-identical."""
     q, k = head.query, head.key
     if visible is not None:
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN in the products' derivatives is NaN.
@@ -191,7 +191,7 @@ def finish_scores(
 ) -> Array:
     """The scores of one head, or of a block, from scaled products: biased, modified and masked with -inf.
 
-    Options change scores only here and in ``Call.score_scale``. Other kernels refuse options unknown to them.
+    Options change scores only here and in ``Call.score_scale``. Other kernels reject options unknown to them.
     """
     if bias is not None:
         scores += bias.astype(scores.dtype)
@@ -210,8 +210,8 @@ def scores_of(raw: Array, visible: Array | None, head: Call) -> Array:
 def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Array, " T"]]:
     """The softmax of each row, and its log-sum-exp minus the row maximum; 0 and -inf for a row of all -inf.
 
-    Weights are ``exp(scores - row_max) / row_sum``. ``exp(scores - lse)`` would round ``row_max + log(row_sum)``, an
-    error of 5e-4 in the weights at logits of 1e4.
+    Weights are ``exp(scores - row_max) / row_sum``. ``exp(scores - lse)`` would round ``row_max + log(row_sum)``,
+    causing an error of 5e-4 in the weights at logits of 1e4.
     """
     exponentials = jnp.exp(scores - row_maximum(scores)[:, None])
     row_sum = jnp.sum(exponentials, axis=-1)
@@ -232,7 +232,7 @@ def _softmax_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[t
 
 
 def row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
-    """The largest score of each row, but no less than the lowest float."""
+    """The largest score of each row, but at least the lowest float."""
     # The lowest float instead of -inf, because -inf - -inf is NaN. lax.reduce, because a select would keep XLA from
     # fusing product, maximum and exponential into one pass.
     least = jnp.finfo(scores.dtype).min.astype(scores.dtype)

@@ -1,8 +1,8 @@
-"""Defines ``Call``, the record of one attention call, which every implementation takes.
+"""Defines ``Call``, the record of one attention call, taken by every implementation.
 
 An option is declared only here: its keyword in a ``TypedDict``, for type checkers, and its field. The field determines
 checks (``jattn._core.arguments``), one head's part (``jattn._core.vmap``), a device's part (``jattn._core.shard``), the
-parts cut out by ``Call.take``, and the message of a kernel that refuses it.
+parts cut out by ``Call.take``, and the message of a kernel that rejects it.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class AttentionOptions(ScoreOptions, total=False):
 class Stack:
     """The keys and values of all layers, including the call's own, for kernels that read them in place.
 
-    XLA copies a layer to hand it to a kernel, which takes as long as attending to it. ``Call.key`` and ``value`` are
+    To hand a layer to a kernel, XLA copies it, which takes as long as attending to it. ``Call.key`` and ``value`` are
     not copied if the kernel does not read them. Differentiated calls have no stack (``jattn.api.attend_in_stack``).
     """
 
@@ -88,7 +88,7 @@ def _option(
         axes: the axes of its array, in lowercase letters of the legend; ``c`` is the S of all devices in a ring. An
             axis after ``#`` may have size 1 if its entries are shared; leading axes of this kind may be omitted.
         kind: the kind of its entries: ``jnp.floating``, ``jnp.integer`` or ``bool``.
-        refused: why a kernel without support for the option rejects the call; without this, every kernel supports the
+        refused: why a kernel without support for the option rejects the call; if not given, every kernel supports the
             option.
         static: whether it is a hashable part of the program.
     """
@@ -163,7 +163,7 @@ class Call:
         heads: Chunk | None = None,
         pair_columns: Chunk | None = None,
     ) -> "Call":
-        """The call for some of its queries and heads, over some of its keys.
+        """The call restricted to some of its queries and heads, over some of its keys.
 
         This also slices bias and mask arrays. Masks, score functions and dropout see the same heads and positions as in
         the whole call; positions not given become the selected slots. The lengths count slots of the whole call, so

@@ -5,10 +5,11 @@ lowered. Blockwise attention relies on these consequences:
 
 - ``platform`` is the target of lowering (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the platform of the tracing
   process. A ``jax.export`` for several platforms holds a program for each.
-- A remat policy applies to the operation as a whole rather than the products inside, so it cannot save their blocks.
+- A remat policy applies to the operation as a whole rather than to the products inside it, so it cannot save their
+  blocks.
 - Inside ``jax.shard_map``, the function sees one device's plain arrays, whichever mesh axes they vary over.
-- Eager calls compile once: two operations are equal if they compute the same thing, whatever objects they were made
-  from.
+- Eager calls compile once: two operations are equal if they compute the same thing, regardless of the objects they were
+  made from.
 
 The operation can be differentiated, in forward and reverse mode and to any order, and batched like ``fn``.
 """
@@ -51,7 +52,7 @@ def call(fn: Function, *args: object, out: object) -> Any:
             of arrays and captures no traced values.
         args: pytrees. Arrays among their leaves are operands. Under a transformation, only JAX arrays are operands, and
             NumPy arrays stay static in ``fn``. Other leaves, and the pytrees' structure, must be hashable.
-        out: ``jax.ShapeDtypeStruct``s (or arrays) like ``fn``'s results.
+        out: ``jax.ShapeDtypeStruct``s (or arrays) with the shapes and dtypes of ``fn``'s results.
     """
     function, operands = _deferred_call(fn, args)
     return jax.tree.unflatten(jax.tree.structure(out), _bind(function, operands, jax.tree.leaves(out)))
@@ -176,7 +177,7 @@ def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results
 
 
 class Lowering(NamedTuple):
-    """What an implementation can query about the program being lowered."""
+    """The properties of the program being lowered that an implementation can query."""
 
     partitioned: bool
     exported: bool
@@ -190,20 +191,20 @@ _lowering: contextvars.ContextVar[Lowering] = contextvars.ContextVar("lowering",
 def is_partitioned() -> bool:
     """Whether XLA partitions the program being lowered over devices, which it cannot do to a kernel.
 
-    XLA does so with what ``jax.jit`` makes of arrays on several devices, unless all axes of their mesh are manual.
+    XLA partitions what ``jax.jit`` compiles for arrays on several devices, unless all axes of their mesh are manual.
     """
     return _lowering.get().partitioned
 
 
 def is_exported() -> bool:
-    """Whether the program is being lowered for ``jax.export``, to be run elsewhere by other versions."""
+    """Whether the program is being lowered for ``jax.export``, to be run elsewhere, by other versions."""
     return _lowering.get().exported
 
 
 def device() -> Any:
     """A device, present or not, of the backend used for lowering the program; None outside of lowering.
 
-    What is lowered for another platform, as by ``jax.export``, has a device of this machine.
+    When a program is lowered for another platform, as by ``jax.export``, this is a device of the present machine.
     """
     return _lowering.get().device
 

@@ -56,7 +56,7 @@ def _word(index: ArrayLike) -> UInt[Array, ""]:
 
 
 def _mix(x: Array) -> Array:
-    """A bijection of 32-bit words in which every input bit flips each output bit with probability near 1/2.
+    """A bijection on 32-bit words in which every input bit flips each output bit with probability near 1/2.
 
     Source: C. Wellons, "Prospecting for Hash Functions" (2018), the function named lowbias32.
     """

@@ -59,8 +59,8 @@ def unmerge(
     ``lse + log(1 - share)``. Removing a part with an lse of -inf changes nothing. Removing a part that holds everything
     leaves ``(0, -inf)``, with derivatives of 0.
 
-    The result has a relative error of about ``eps / (1 - share)``, where eps is the rounding of the given outputs and
-    log-sum-exps. If the part may hold nearly everything, compute attention over the other keys instead.
+    The result has a relative error of about ``eps / (1 - share)``, where eps is the rounding error of the given outputs
+    and log-sum-exps. If the part may hold nearly everything, compute attention over the other keys instead.
 
     Args:
         out, lse: the output ``[...,D]`` and log-sum-exp ``[...]`` over all keys.

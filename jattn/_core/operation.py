@@ -30,10 +30,10 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CustomRules:
-    """A function whose results or some derivatives are computed by other functions; ``fn`` provides the rest.
+    """A function whose results or some of whose derivatives are computed by other functions; ``fn`` provides the rest.
 
     Args:
-        fn: a function for ``jattn._core.deferred.call``, which also takes ``platform`` first.
+        fn: a function for ``jattn._core.deferred.call``, which also takes ``platform`` as its first argument.
         run: computes the same results as ``fn``; None uses ``fn`` itself.
         vjp: the first reverse derivative, with respect to the first ``count`` operands.
         count: the number of operands that ``vjp`` covers.
@@ -105,7 +105,7 @@ class _Transformed:
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(_Transformed):
-    """The tangents of ``of``'s floating results ``kept``, linear in its last operands: tangents of operands ``at``."""
+    """The tangents of ``of``'s floating results ``kept``, linear in its last operands, the tangents of ``at``."""
 
     at: tuple[int, ...]
     kept: tuple[int, ...]
@@ -135,7 +135,7 @@ class Jvp(_Transformed):
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Jvp):
-    """The cotangents of operands ``at``, linear in its last operands: cotangents of ``of``'s results ``kept``."""
+    """The cotangents of operands ``at``, linear in its last operands, the cotangents of ``of``'s results ``kept``."""
 
     @property
     def linear(self) -> int:

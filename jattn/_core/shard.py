@@ -37,7 +37,7 @@ class MeshAxes:
 
     @property
     def named(self) -> set[str]:
-        """All axes over which something is sharded."""
+        """All axes over which anything is sharded."""
         return {*self.batch, *self.heads, *self.length, *self.keys}
 
     @property
@@ -96,7 +96,7 @@ class MeshAxes:
 def on_each_device(fn: PartFunction, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
     """``fn(call, *arrays)``, run on each device's part if the query's type is sharded.
 
-    Types carry sharding on ``AxisType.Explicit`` meshes; on other meshes, XLA partitions the work.
+    Types carry shardings on ``AxisType.Explicit`` meshes; on other meshes, XLA partitions the work.
     """
     mesh_axes = mesh_axes_of(call)
     if mesh_axes is None:
@@ -185,7 +185,7 @@ def per_device(
     """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with the results assembled.
 
     Args:
-        out_axes: for each result (a pytree), the letters of its axes; further axes are whole.
+        out_axes: for each result (a pytree), the letters of its axes; all other axes are unsharded.
         extra: arrays, each with the letters of its axes.
         multiple: the number of chunks of the sequence on each device.
     """
@@ -225,7 +225,7 @@ def per_device(
 def map_shards(
     fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
-    """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of meshes, for arrays placed anywhere."""
+    """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of mesh, for arrays placed anywhere."""
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}

@@ -114,7 +114,7 @@ def sequential_vmap(
 
 
 def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
-    """``arrays`` for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others are mapped."""
+    """``arrays`` for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared; others are mapped."""
     shared = [x is None or x.shape[0] == 1 for x in arrays]
     arrays = [x[0] if is_shared and x is not None else x for x, is_shared in zip(arrays, shared, strict=True)]
     return arrays, [None if is_shared else 0 for is_shared in shared]
@@ -124,8 +124,8 @@ def canonical(call: Call) -> Call:
     """The *canonical call*: a checked call in a form in which equivalent calls are equal and share one compilation.
 
     Plain masks and score functions are traced, with their captured arrays as leaves, and the scale becomes an array in
-    the softmax's dtype. The default scale is dropped (None), because kernels with a built-in default need not multiply.
-    ``sharded`` records whether the arrays may lie on several devices, which types no longer show at lowering;
+    the softmax's dtype. The default scale is dropped (None), because kernels with a built-in default need not multiply
+    by it. ``sharded`` records whether the arrays may lie on several devices, which types no longer show at lowering;
     ``make_call`` has already broadcast batch axes and the rank of bias and mask arrays.
     """
     scale, head_dim = call.scale, call.query.shape[-1]

@@ -60,7 +60,7 @@ def maximum(x: jax.Array, axis: int | None = -1) -> jax.Array:
 
 
 def without_mesh() -> contextlib.AbstractContextManager:
-    """Sets the current mesh aside: indices belong to no device, and one device's arrays would look sharded."""
+    """Sets the current mesh aside: indices belong to no device, and one device's arrays would look sharded on it."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -75,7 +75,7 @@ def mod_semantics() -> Iterator[None]:
 def calling(argument: str) -> Iterator[None]:
     """The context for calling a user's mask or score function: ``mod_semantics``, and a note on any exception raised.
 
-    ``argument``: where the function was passed, ``"mask"`` or ``"score_mod"``.
+    ``argument``: the keyword under which the function was passed, ``"mask"`` or ``"score_mod"``.
     """
     try:
         with mod_semantics():

@@ -17,7 +17,7 @@ def check_bounds(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int =
     """Checks ``mask.bounds`` and ``mask.interval`` against the pairs of T queries and S keys, by brute force.
 
     Use this to test custom masks. A block that ``bounds`` wrongly declares empty is skipped, and a block wrongly
-    declared full is computed without the mask: the results are then wrong, without an error.
+    declared full is computed without the mask: the results are then silently wrong.
 
     Along an axis of length 32 or less, blocks begin and end anywhere. Along a longer axis, their lengths are powers of
     two, and they begin at every multiple of half their length. Positions are ``0 .. T - 1`` and ``0 .. S - 1``. Takes
@@ -102,7 +102,7 @@ def _check_rows(mask: Mask, pairs: np.ndarray, b: np.ndarray, h: np.ndarray, q: 
 
 
 def _intervals(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last index of each interval, int32, short ones first."""
+    """The first and the last index of each interval, int32, short intervals first."""
     sizes = range(1, length + 1) if length <= EVERY else [2**i for i in range(length.bit_length() + 1)]
     intervals = [
         (start, min(start + size, length) - 1)

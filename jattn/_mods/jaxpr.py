@@ -71,7 +71,7 @@ def array_type(x: Atom) -> ShapedArray:
 
 
 def bind_equation(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """The results of an equation's own primitive."""
+    """The results of applying an equation's own primitive."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
     return list(results) if primitive.multiple_results else [results]
@@ -95,7 +95,7 @@ class HashableJaxpr:
 
 
 def _contents_of(jaxpr: Jaxpr) -> Hashable:
-    """A hashable that is equal for jaxprs with the same equations."""
+    """A hashable object that is equal for jaxprs with the same equations."""
     from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
 
     numbers: dict[Var, int] = {}
@@ -119,7 +119,7 @@ def _contents_of(jaxpr: Jaxpr) -> Hashable:
 
 
 def _hashable(x: object) -> Hashable:
-    """A hashable that is equal for equal ``x``."""
+    """A hashable object that is equal for equal ``x``."""
     from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
     if isinstance(x, ClosedJaxpr):

@@ -40,7 +40,7 @@ MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``fn``, raising an error for unknown keyword arguments that suggests the one probably meant."""
+    """``fn``, with an error for unknown keyword arguments whose message suggests the one probably meant."""
     parameters = inspect.signature(fn).parameters
     known = {*parameters, *(name for parameter in parameters.values() for name in unpacked_keywords(parameter))}
 

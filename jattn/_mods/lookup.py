@@ -1,8 +1,7 @@
 """Looks up entries of tables by position, inside masks: single entries, and summaries of whole blocks.
 
 Results are NumPy arrays if everything is static, so that a static mask stays static, and JAX arrays otherwise.
-Intervals of positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the
-table.
+Intervals of positions are arrays that broadcast, so one call covers a grid of blocks. They may extend beyond the table.
 """
 
 import jax
@@ -47,9 +46,8 @@ def shared(table: AnyArray, b: Index, h: Index) -> tuple[Index, Index]:
 def range_in_row(ids: AnyArray, b: Index, low: Index, high: Index) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The minimum and maximum id at positions ``low..high``, and whether all of these positions lie in the table.
 
-    If none lies in the table, the minimum is the largest integer and the maximum the smallest: an interval that meets
-    no other. Takes O(length + blocks * (PART + length / PART)): an interval consists of whole parts of the row and two
-    ends.
+    If none do, the minimum is the largest integer and the maximum the smallest: an interval that overlaps no other.
+    Takes O(length + blocks * (PART + length / PART)): an interval consists of whole parts of the row and two ends.
     """
     xp = namespace(ids, b, low, high)
     ids = xp.asarray(ids)  # with jax.numpy's integer width, for iinfo below

@@ -48,7 +48,7 @@ class Mask:
         NumPy bools if everything is static, and arrays otherwise. Arguments broadcast, so one call can describe a grid
         of blocks.
 
-        A wrong answer gives wrong numbers without an error: test custom bounds with ``jattn.masks.check_bounds``.
+        Wrong bounds silently give wrong results: test custom bounds with ``jattn.masks.check_bounds``.
         """
         return np.True_, np.False_
 
@@ -56,9 +56,9 @@ class Mask:
         """``(first, last)``: query ``q_idx`` sees only the keys ``first <= kv_idx <= last``; none if ``last < first``.
 
         The query belongs to head ``h`` in sequence ``b``. Return None if a query does not always see a single interval
-        of keys. This must depend only on the class and its static fields, not on indices or arrays. Unlike ``bounds``,
-        an interval must be exact: kernels for a few kinds of masks use it instead of ``__call__``, and thereby support
-        custom mask classes. ``jattn.masks.check_bounds`` tests it.
+        of keys. Whether it is None must depend only on the class and its static fields, not on indices or arrays.
+        Unlike ``bounds``, an interval must be exact: kernels limited to a few kinds of masks use it instead of
+        ``__call__``, and thereby support custom mask classes. ``jattn.masks.check_bounds`` tests it.
 
         Results are int32, clipped where a sum overflows, or Python integers shared by all queries. ``-2**31`` and
         ``2**31 - 1`` mean no limit on that side. A ``last`` of ``-2**31`` shows no key, except to a query at that
@@ -90,7 +90,7 @@ class Mask:
 
     @property
     def ndim(self):
-        """Raises, because a mask has no axes. Flax's ``combine_masks`` reads this; the message gives an alternative."""
+        """Raises, because a mask has no axes. Flax's ``combine_masks`` reads it; the message gives an alternative."""
         raise AttributeError(
             f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
             "masks by &, as in Causal() & masks.Dense(array)"
@@ -161,7 +161,7 @@ def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Inte
 
 
 def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
-    """The masks joined by ``&`` in ``mask``; only itself if it joins none."""
+    """The masks joined by ``&`` in ``mask``; ``mask`` alone if it joins none."""
     return [*conjuncts(mask.left), *conjuncts(mask.right)] if isinstance(mask, And) else [mask]
 
 
@@ -230,7 +230,7 @@ class Or(_Pair):
     join = operator.or_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
-        """One interval if both start at the same key for every query; other intervals may leave a gap."""
+        """A single interval if both start at the same key for every query; other intervals may leave a gap."""
         left, right = interval(self.left, b, h, q_idx), interval(self.right, b, h, q_idx)
         if left is None or right is None or not isinstance(left[0], int) or not isinstance(right[0], int):
             return None

@@ -1,4 +1,4 @@
-"""Makes masks and score functions pytrees: ``pytree_dataclass``, and plain functions inside them."""
+"""Turns masks and score functions into pytrees: ``pytree_dataclass``, and plain functions inside pytrees."""
 
 import dataclasses
 import functools

@@ -96,7 +96,7 @@ class TileFunction:
     def on_tile(self, score: Array | None, q_idx: ArrayLike, kv_idx: ArrayLike, outside: Sequence[ArrayLike]) -> Array:
         """The result on a tile of pairs, computed from arrays that broadcast against the tile.
 
-        ``outside``: scalars of the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
+        ``outside``: scalars for the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
         """
         known = dict(zip(self.outside, outside, strict=True))
         indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
@@ -158,7 +158,7 @@ def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | No
 
 
 def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) -> str | None:
-    """The reason why a kernel cannot evaluate them, or None."""
+    """The reason why a kernel cannot evaluate these functions, or None."""
     mods = [("mask", mask, None) for mask in masks]
     mods += [] if score_mod is None else [("score_mod", score_mod, jnp.float32)]
     for name, mod, score_dtype in mods:
@@ -170,7 +170,7 @@ def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) ->
 
 
 def _over(depends: set[str]) -> str:
-    """The axis that a value depending on these indices runs over."""
+    """The axis over which a value depending on these indices runs."""
     if {"q", "kv"} <= depends:
         return PAIR
     return QUERY if "q" in depends else KEY if "kv" in depends else HEAD
@@ -220,7 +220,7 @@ def _choose_outside(traced: TileFunction) -> None:
 
 
 def _is_number(constant: Any) -> bool:
-    """Whether it is a single number known while tracing."""
+    """Whether the constant is a single number known while tracing."""
     return isinstance(constant, np.ndarray | np.generic) and np.size(constant) == 1
 
 

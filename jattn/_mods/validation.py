@@ -85,7 +85,7 @@ def check_array(name: str, x: AnyArray, expected: str, kind: Any, *shapes: tuple
 
 
 def pair(name: str, x: Any, parts: str) -> tuple[Any, Any]:
-    """The two entries of ``x``, a tuple, list or array. A dict, string or set would unpack, but not into a pair.
+    """The two entries of ``x``, a tuple, list or array. A dict, string or set would unpack, but is not a pair.
 
     Raises ValueError with a message that describes the ``parts``.
     """

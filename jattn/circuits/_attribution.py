@@ -41,23 +41,24 @@ def edge_attribution(
     per_example: bool = False,
     progress: bool = True,
 ) -> EdgeScores:
-    """Scores each edge of a model by how much a metric changes if the edge carries the output of another run.
+    """Scores each edge of a model by how much a metric changes when the edge carries the output of another run.
 
     An edge leads from a writer (the embedding, a head, an MLP) to a later reader (the query, key or value of a head, an
     MLP, the logits). Cutting an edge gives the writer's corrupt output to this reader only; all other readers still get
-    the clean one. Sequences run one at a time, in at least float32 and in memory linear in their length.
+    the clean one. Sequences run one at a time, in at least float32, with memory linear in their length.
 
     Args:
         model: a model of ``jattn.interop``, or a :class:`~jattn.circuits.CircuitModel`.
         clean: integers ``[B,T]``, the tokens.
-        corrupt: what a cut edge carries: the outputs on other tokens ``[B,T]``, such as the same text with another
-            name; the outputs returned by :func:`~jattn.circuits.mean_outputs`; or ``"zero"`` for no output.
-        metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as a difference of two logits; with
+        corrupt: sets what cut edges carry. Pass other tokens ``[B,T]``, such as the same text with another name, for
+            the outputs on these tokens; the result of :func:`~jattn.circuits.mean_outputs`; or ``"zero"`` for no
+            output.
+        metric: ``(logits [T,V], tokens [T]) -> []`` of one sequence, such as the difference between two logits; with
             ``labels``, ``(logits, tokens, labels)``. Gradient methods differentiate the metric. Each function object is
             compiled once, so define the metric once and pass whatever changes between calls as ``labels``.
-        method: ``"eap"``: the metric's derivative at the clean input times the change, ``2 + 3`` passes for all edges.
-            ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean embeddings.
-            ``"exact"``: cuts each of ``edges`` in a separate run.
+        method: ``"eap"``: the metric's derivative at the clean input times the change, in ``2 + 3`` passes for all
+            edges. ``"eap-ig"``: the mean of the derivatives at ``steps`` inputs from the corrupt to the clean
+            embeddings. ``"exact"``: cuts each of ``edges`` in a separate run.
         steps: the number of inputs for ``"eap-ig"``.
         edges: bool ``[R,W]``, the edges to score (``Graph.select``); all by default. Required for ``"exact"``.
         within: bool ``[R,W]``, for ``"exact"``: a circuit. Every run cuts the edges outside it. If ``edges`` is the
@@ -71,8 +72,8 @@ def edge_attribution(
         An ``EdgeScores``, with ``scores [R,W]`` for R readers and W writers.
 
     Raises:
-        ValueError: shapes do not match; clean and corrupt tokens are equal; the metric is not a floating scalar or not
-            finite; an edge does not exist; ``method`` is unknown; the residual stream is not a sum (see ``graph_of``).
+        ValueError: shapes do not match; clean and corrupt tokens are equal; the metric is not a finite floating-point
+            scalar; an edge does not exist; ``method`` is unknown; the residual stream is not a sum (see ``graph_of``).
         TypeError: the model is of neither kind.
 
     Example:

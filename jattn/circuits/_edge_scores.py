@@ -17,7 +17,7 @@ class EdgeScores:
 
     Attributes:
         graph: the names and the order of the readers R and writers W.
-        scores: ``[R,W]``, the change of the metric when the edge carries the corrupt output, averaged over examples; 0
+        scores: ``[R,W]``, the change in the metric when the edge carries the corrupt output, averaged over examples; 0
             for pairs that are not edges or were not scored.
         scored: bool ``[R,W]``: which edges were scored.
         clean, corrupt: ``[B]``, the metric of each example with all edges and with none.
@@ -53,8 +53,8 @@ class EdgeScores:
     def greedy_order(self) -> np.ndarray:
         """Integers ``[E,2]``: the reader and writer of each edge, from the logits backwards.
 
-        Each step adds the edge with the largest absolute score among those into readers of the circuit so far, so
-        every edge leads to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
+        Each step adds the edge with the largest absolute score among those into readers already in the circuit, so that
+        every edge lies on a path to the logits. Source: Hanna et al., https://arxiv.org/abs/2403.17806, section 3.
         """
         readers_of = self._readers_by_writer()
         strength, chosen, reached = np.abs(self.scores), [], set()

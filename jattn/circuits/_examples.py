@@ -1,4 +1,4 @@
-"""Checks the sequences on which a circuit runs and the outputs that its cut edges carry."""
+"""Checks the sequences on which a circuit runs and the outputs carried by its cut edges."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ Base = Example | Outputs | None
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The checked sequences, and the outputs that cut edges carry."""
+    """The checked sequences and the outputs carried by cut edges."""
 
     clean: np.ndarray
     corrupt: np.ndarray | Outputs | str
@@ -55,7 +55,7 @@ class Examples:
         return cls(clean, corrupt, labels, valid)
 
     def check_outputs(self, parts: Parts) -> None:
-        """Raises ``ValueError`` if the corrupt outputs come from another model or have another length."""
+        """Raises ``ValueError`` if the corrupt outputs come from another model or have a different length."""
         if isinstance(self.corrupt, Outputs):
             graph, shape = parts.graph, jnp.shape(self.corrupt.heads)
             if shape[:2] != (graph.num_layers, graph.num_heads) or shape[2:3] not in ((1,), self.clean.shape[1:]):
@@ -68,7 +68,7 @@ class Examples:
         return len(self.clean)
 
     def one(self, i: int) -> tuple[Example, Base]:
-        """An example, and the outputs that its cut edges carry."""
+        """An example and the outputs carried by its cut edges."""
         valid = None if self.valid is None else jnp.asarray(self.valid[i])
         labels = jax.tree.map(lambda x: jnp.asarray(x[i]), self.labels)
         example = Example(jnp.asarray(self.clean[i]), valid, labels)
@@ -95,7 +95,7 @@ def metric_at_ends(parts: Parts, example: Example, base: Base, metric: Metric, n
 
 
 def check_finite(clean: float, corrupt: float, number: int) -> tuple[float, float]:
-    """Returns both; raises ``ValueError`` if either is not finite."""
+    """Returns both metrics; raises ``ValueError`` if either is not finite."""
     if not np.isfinite([clean, corrupt]).all():
         raise ValueError(
             f"metric of example {number} is {clean} with all edges and {corrupt} with none; the metric must be finite "

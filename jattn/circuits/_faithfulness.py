@@ -29,9 +29,9 @@ def run_circuit(
     labels: Any = None,
     valid: ArrayLike | None = None,
 ) -> Array | np.ndarray:
-    """Runs a model with these edges only; all other edges carry exactly the outputs of the corrupt run.
+    """Runs a model with only these edges; all other edges carry exactly the outputs of the corrupt run.
 
-    With all edges, the result is that of the model on the clean tokens; with none, on the corrupt tokens. One
+    With all edges, the result equals the model's result on the clean tokens; with none, on the corrupt tokens. One
     compilation serves all sets of edges.
 
     Args:
@@ -84,7 +84,8 @@ def run_circuit(
 class Faithfulness:
     """The result of :func:`~jattn.circuits.faithfulness`, as NumPy arrays for S circuit sizes.
 
-    The kept share is ``(metric - corrupt) / (clean - corrupt)`` of means over examples: 1 with all edges, 0 with none.
+    The kept share is ``(metric - corrupt) / (clean - corrupt)`` of means over examples, which is 1 with all edges and 0
+    with none.
 
     Attributes:
         sizes: ``[S]``, the number of edges in each circuit.
@@ -92,7 +93,7 @@ class Faithfulness:
         kept: ``[S]``, the share kept by each circuit.
         interval: ``[S,2]``, the 95% interval of ``kept`` from resampled examples; a point for a single example.
         random: ``[S]``, the share kept by the same number of random edges.
-        left: ``[S]``, the share kept by all edges outside the circuit: near 0 if the circuit is complete.
+        left: ``[S]``, the share kept by all edges outside the circuit; near 0 if the circuit is complete.
         clean, corrupt: ``[B]``, the metric of each example with all edges and with none.
         values: ``{"circuit" | "random" | "left": [S,B]}``, the metric of each example.
         area: the mean of ``kept`` over the share of edges, from the first size to the last, by the trapezoidal rule.
@@ -157,7 +158,7 @@ def faithfulness(
             ``"zero"``.
         metric: ``(logits [T,V], tokens [T]) -> []``, with ``labels`` as a third argument if given.
         scores: the ``EdgeScores`` used to choose the edges.
-        sizes: sorted numbers of edges; by default ten from 0.1% to all, evenly spaced on a logarithmic scale.
+        sizes: sorted numbers of edges; by default ten from 0.1% to 100%, evenly spaced on a logarithmic scale.
         choose: ``"greedy"``, from the logits backwards (``EdgeScores.greedy``), or ``"top"``, the largest scores.
         labels: a pytree of arrays ``[B, ...]``; the metric receives the entry of each sequence.
         valid: bool ``[B,T]``, False for padding; only for ``jattn.interop`` models.

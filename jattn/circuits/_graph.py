@@ -1,4 +1,4 @@
-"""Lists the edges of a model, from writers to the residual stream to later readers."""
+"""Lists the edges of a model, each from a writer to the residual stream to a later reader."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Graph:
 
     Attributes:
         num_layers, num_heads, num_kv_heads: L, N, K.
-        parallel: whether attention and MLP of a layer read the same input, so that no edge connects them.
+        parallel: whether a layer's attention and MLP read the same input, so that no edge connects them.
 
     Example:
         >>> graph = jattn.circuits.Graph(num_layers=2, num_heads=4, num_kv_heads=2)
@@ -109,8 +109,8 @@ class Graph:
     def heads_of(self, reader: int) -> np.ndarray:
         """The writers that a reader affects: the head of a query, the heads that share a key or value, or an MLP.
 
-        Norms over all heads (of all queries together, or of the attention output) also affect the layer's other heads
-        slightly, an effect that is ignored.
+        Norms over all heads (of all queries together, or of the attention output) also slightly affect the layer's
+        other heads; this effect is ignored.
         """
         L, N, K, per_layer = self.num_layers, self.num_heads, self.num_kv_heads, self.readers_of_layer
         layer, at = divmod(reader, per_layer)

@@ -80,7 +80,7 @@ class Parts:
 
     @classmethod
     def of(cls, model: Any) -> "Parts":
-        """Splits a model that ``graph_of`` accepts."""
+        """Splits a model accepted by ``graph_of``."""
         graph = graph_of(model)
         whole, layers = parts_of(model)
         if isinstance(model, Transformer):
@@ -147,14 +147,14 @@ class Layer(NamedTuple):
     mask: masks.Mask | None
 
     def attention_input(self, x: Array) -> Array:
-        """What the projections read from the stream ``[...,T,M]``."""
+        """The input of the projections, from the stream ``[...,T,M]``."""
         if not isinstance(self.module, Block):
             return self.module.attention_input(x)
         norm = self.module.attention_norm
         return x if norm is None else norm(x)
 
     def projected(self, inputs: Array) -> list[Array]:
-        """Query, key and value ``[T,N|K,H]`` from ``inputs [T,M]``, or from ``[N+2K,T,M]``, with an input for each."""
+        """Query, key and value ``[T,N|K,H]`` from ``inputs [T,M]``, or ``[N+2K,T,M]`` with separate inputs."""
         projections = self._projections()
         if inputs.ndim == 2:
             return [projection(inputs) for projection in projections]
@@ -177,7 +177,7 @@ class Layer(NamedTuple):
         """What each head adds to the stream, ``[N,T,M]``, and the sum over heads plus the bias, ``[T,M]``.
 
         ``x``: the stream that each query, key and value reads, ``[N+2K,T,M]``, or ``[T,M]`` for all. ``nudges`` are
-        added to query, key and value. A norm of the output divides each head's part by the same factor as their sum.
+        added to query, key and value. An output norm divides each head's part by the same factor as the sum.
         """
         module = self.module.attention
         query, key, value = self.projected(self.attention_input(x))

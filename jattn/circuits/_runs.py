@@ -25,7 +25,7 @@ class Example(NamedTuple):
 
 @pytree_dataclass
 class Outputs:
-    """The outputs of all writers on one sequence of T tokens, or with 1 in place of T if all tokens have the same.
+    """The outputs of all writers on one sequence of T tokens, or with 1 in place of T if all tokens share them.
 
     Returned by :func:`~jattn.circuits.mean_outputs`.
     Attributes:
@@ -131,7 +131,7 @@ def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: A
 
     ``embedding``: the input of the first layer, such as the example's own. One backward pass gives the derivatives with
     respect to what each head and MLP computes from its input. The derivatives with respect to the inputs follow layer
-    by layer, so that only one layer's are in memory.
+    by layer, so only one layer's derivatives are in memory at a time.
     """
     graph = parts.graph
 
@@ -169,9 +169,9 @@ def gradient_scores(parts: Parts, example: Example, embedding: Array, changes: A
 
 @functools.partial(jax.jit, static_argnames="metric")
 def cut_run(parts: Parts, example: Example, base: Outputs, edges: Array, metric: Metric | None) -> Array:
-    """Runs the model with ``edges``, bool ``[R,W]``, from the example and all others from ``base``: metric or logits.
+    """The metric or logits with ``edges``, bool ``[R,W]``, from the example and all other edges from ``base``.
 
-    A reader's input is what it reads in ``base`` plus, for each of its edges, the change of the writer's output from
+    A reader's input is what it reads in ``base`` plus, for each of its edges, the change in the writer's output from
     ``base`` to this run. With all edges, it is this run's stream, and with none, the stream of ``base``, bit for bit.
     """
     graph, W = parts.graph, edges.shape[1]

@@ -1,4 +1,4 @@
-"""Measures what heads are needed for: single-head ablations, gradients of head gates, training without a pattern.
+"""Measures what heads are needed for, using head ablations, gradients of gates, and training without a pattern.
 
 These functions use options of a layer's attention (``jattn.multi_head_attention`` and the modules): ``head_gate``,
 ``head_fill`` (the output of a switched-off head, 0 by default) and ``frozen`` (a query and key that set the weights).
@@ -33,20 +33,21 @@ def ablate(
 ) -> PyTree[Array]:
     """Ablation: runs a model with each head switched off; returns ``run``'s results with leading axes ``[L,N]``.
 
-    All ``L * N`` ablations are one program, ``run`` under ``jax.vmap`` over their gates. Wrap the call in ``jax.jit``.
-    With ``groups``, each run switches off one group of heads, and the results have one leading axis ``[len(groups)]``.
+    All ``L * N`` ablations run as one program, ``run`` under ``jax.vmap`` over their gates. Wrap the call in
+    ``jax.jit``. With ``groups``, each run switches off one group of heads, and the results have one leading axis
+    ``[len(groups)]``.
 
     Args:
         run: a function of a list with one dict per layer. It passes each dict to that layer's attention as keyword
             arguments, ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``, and returns any pytree of
             arrays.
-        clean: for each layer, the dict that its attention sows on the same inputs without ablation
-            (``sow_heads=True``), with ``"query"``, ``"key"`` and ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means
-            and resampled outputs include padding, so use sequences of equal length.
+        clean: for each layer, the dict sown by its attention on the same inputs without ablation (``sow_heads=True``),
+            with ``"query"``, ``"key"`` and ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means and resampled outputs
+            include padding, so use sequences of equal length.
         kind: the output of a switched-off head: ``"zero"``; ``"mean"``, its mean over sequences and queries; or
             ``"resample"``, its output on the previous sequence of the batch (B must be at least 2).
-        freeze_weights: keep every layer's attention weights from the clean run. The result is the loss of the head's
-            output alone, without its effect on the patterns of later heads.
+        freeze_weights: keep every layer's attention weights from the clean run. The result then shows the effect of
+            losing the head's output alone, without any change in the patterns of later heads.
         groups: lists of ``(layer, head)`` pairs. An empty group switches nothing off.
         batch_size: the number of ablations to run at once; all by default. Smaller batches take less memory.
 
@@ -97,7 +98,7 @@ def fill_of(z: Array, kind: str) -> Array:
 
 
 def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: Sequence[str]) -> None:
-    """Raises ``ValueError`` unless there is one dict per layer with the needed arrays."""
+    """Raises ``ValueError`` unless there is one dict per layer with the required arrays."""
     if isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
         got = "one dict" if isinstance(layers, Mapping) else [type(layer).__name__ for layer in layers]
         raise ValueError(f"{argument} must be a list with a dict for each layer (see jattn.heads.collect), got {got}")

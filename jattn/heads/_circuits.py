@@ -82,7 +82,7 @@ def copying_score(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> dict[str, Float[Array, " N"]]:
-    """Measures whether a head that attends to a token outputs that token: two scores of each OV circuit ``[V,V]``.
+    """Measures whether a head that attends to a token outputs that token, by two scores of its OV circuit ``[V,V]``.
 
     - ``"argmax"``: the share of tokens whose own logit is the largest, in [0, 1]; ``1 / V`` by chance.
     - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 if all are positive (copying),
@@ -141,8 +141,8 @@ def target_rank(
 
     The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
     logits plus half the number of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a
-    logit is NaN. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance, which ``roles`` can
-    test:
+    logit is NaN. The share of the E pairs ranked at one end is a score in [0, 1], ``k / C`` by chance, which ``roles``
+    can test:
 
     - ``(rank < k).mean(-1)`` for pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
       and k = 5, this is the copy score of Wang et al., https://arxiv.org/abs/2211.00593, section 3.
@@ -237,8 +237,8 @@ def composition(
 
     Args:
         value, out: the kernels ``[M,K,D]`` and ``[N,D,M]`` of the earlier layer.
-        query, key: the kernels ``[M,P,H]`` and ``[M,K,H]`` of the later layer, for Q and K; both or neither.
-        later_value, later_out: the kernels ``[M,K,D]`` and ``[P,D,M]`` of the later layer, for V; both or neither.
+        query, key: the kernels ``[M,P,H]`` and ``[M,K,H]`` of the later layer, for Q and K; pass both or neither.
+        later_value, later_out: the kernels ``[M,K,D]`` and ``[P,D,M]`` of the later layer, for V; pass both or neither.
 
     Returns:
         ``{"Q": [N,P], "K": [N,P], "V": [N,P]}``, with the entries for which kernels are given.

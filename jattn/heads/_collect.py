@@ -1,4 +1,4 @@
-"""Collects what the layers of a model have sown, in the order of the layers."""
+"""Collects the values sown by a model's layers, in the order of the layers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,15 +16,15 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
     """Collects what each layer has sown under ``name``, one entry per layer, for ``ablate`` and similar functions.
 
     Args:
-        sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, for inputs
+        sown: the state returned by ``nnx.capture(fn, nnx.Intermediate)``, or Linen's ``"intermediates"``, for inputs
             ``[B,T,M]``. Layers may be separate modules, numbered in their names or in a list, or one module that the
             model scans over, as in ``jattn.interop.Transformer``.
         name: ``"attention_heads"`` (``sow_heads``), ``"attention_statistics"``, ``"attention_weights"``, or
             ``"residual_parts"`` (``sow_parts`` of ``jattn.interop.Transformer``).
 
     Returns:
-        A list with the array ``[B,N,T,S]`` or the dict of each layer, from the last call if a layer was called several
-        times.
+        A list with the array ``[B,N,T,S]`` or the dict of each layer, from the last call if a layer was called more
+        than once.
 
     Raises:
         ValueError: ``name`` is unknown, or no layer has sown it.

@@ -1,7 +1,7 @@
 """Computes statistics of one head's weights ``[T,S]``; map them over heads and sequences with ``jax.vmap``.
 
-Each is a mean over the rows for which it is defined, and 0 if there are none. The bool array ``eligible [T]`` restricts
-these queries further, for example to real tokens. A weight of 0 does not show whether a key is hidden. If ``visible``,
+Each is a mean over the rows for which it is defined, and 0 if there are none. The bool array ``eligible [T]`` further
+restricts these rows, for example to real tokens. A weight of 0 does not show whether a key is hidden. If ``visible``,
 bool ``[T,S]``, is given, only queries that see a relevant key count. Row and column 0 are the first token of the
 sequence; for packed or padded sequences, use ``statistics``.
 """
@@ -152,7 +152,7 @@ def entropy(
 ) -> Float[Array, ""]:
     """Mean relative entropy, ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
 
-    1 for a uniform head, causal or not (each row is relative to its own maximum), 0 for one-hot weights.
+    1 for a uniform head, causal or not (each row is relative to its own maximum); 0 for one-hot weights.
 
     Args:
         weights: ``[T,S]``.

@@ -35,8 +35,8 @@ def divergence(
     patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over sequences,
     because on a single sequence, content-based heads differ even from themselves. With several sequences, the pattern
     of head i on one half of them (the even indices) is compared with the pattern of head j on the other half, and vice
-    versa. The diagonal, ``floor``, is then each head's distance from itself, and only distances above it are real.
-    For a single sequence, or if one half sees nothing, the diagonal is 0 and the floor is NaN.
+    versa. The diagonal, ``floor``, is then each head's distance from itself, and only distances above this floor are
+    real. For a single sequence, or if one half sees nothing, the diagonal is 0 and the floor is NaN.
 
     A few rows of all heads are processed at a time, in O(T + S) memory (forward), with ``2 N^2 T S`` logarithms.
 
@@ -97,13 +97,13 @@ def _sum_over_rows(platform: str, call: Call, counts: Array) -> tuple[Array, Arr
 
 
 def _mean_pattern(weights: Array) -> tuple[Array, Array]:
-    """The mean of ``weights [B,N,T,S]`` over the sequences in which a row sees a key, and whether any exist."""
+    """The mean of ``weights [B,N,T,S]`` over the sequences in which a row sees a key, and whether there are any."""
     seen = (weights != 0).any(-1).sum(0)  # [N,T]; a NaN counts as seen
     return weights.sum(0) / jnp.maximum(seen, 1)[..., None].astype(weights.dtype), seen > 0
 
 
 def _divergence_sums(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The divergence of two patterns ``[T,S]``, summed over the rows that both have, and the number of such rows."""
+    """The divergence of two patterns ``[T,S]``, summed over the rows present in both, and the number of such rows."""
     both = a[1] & b[1]
     divergences = jnp.where(both, jensen_shannon(a[0], b[0]), 0.0)
     return divergences.sum(), both.sum().astype(divergences.dtype)

@@ -1,4 +1,4 @@
-"""Sums, over keys, the change in a head's outputs when each key alone is replaced, in O(T + S) memory.
+"""Sums the changes in a head's outputs from replacing each key alone, in O(T + S) memory.
 
 A query has the output ``z``. Without one key, whose value is ``v``, its output is ``u`` and its log-sum-exp ``r``. So
 

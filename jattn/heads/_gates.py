@@ -79,7 +79,7 @@ def replace_both(
 
 
 def checked_patch(patch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``patch``; raises ``ValueError`` if it has an entry that is not one of ``PATCHED``."""
+    """Returns ``patch``; raises ``ValueError`` if it has an entry not in ``PATCHED``."""
     if unknown := sorted(patch.keys() - set(PATCHED)):
         outputs = "; a head's output, z, is replaced by head_gate=gate and head_fill=z" if "z" in unknown else ""
         raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(unknown)}{outputs}")

@@ -25,7 +25,7 @@ def logit_attribution(
 
     ``logit = norm(stream) . direction``. With the norm's factor held at its value for this stream, the logit is linear
     in the stream, so if the parts sum to the stream, their shares sum to the logit. No head's output ``[M]`` is formed.
-    Computed in at least float32.
+    The computation uses at least float32.
 
     Args:
         parts: a dict of arrays ``[*, B,T,M]``, with any leading axes, such as layers. For heads, a pair of

@@ -1,4 +1,4 @@
-"""Patches activations from another run into a model (``patch``), and estimates the effects from gradients."""
+"""Patches activations from another run into a model (``patch``) and estimates the effects from gradients."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +29,12 @@ def patch(
 
     Suppose the model gives the right answer on one input but not on another. If patching an activation moves the answer
     from one to the other, that activation carries the difference between the inputs.
-    All patches are one program, ``run`` under ``jax.vmap``. Wrap the call in ``jax.jit``.
+    All patches run as one program, ``run`` under ``jax.vmap``. Wrap the call in ``jax.jit``.
 
     Args:
         run: a function of a list with one dict per layer. It passes each dict to that layer's attention as keyword
             arguments, ``patch``, or ``head_gate`` and ``head_fill`` for z, and returns any pytree of arrays.
-        source: for each layer, what its attention sows on another input of the same shape (``collect(sown)``).
+        source: for each layer, the dict sown by its attention on another input of the same shape (``collect(sown)``).
         what: ``"q"``, ``"k"``, ``"v"``: queries, keys or values as attention reads them, with positions applied;
             ``"z"``: the heads' outputs; ``"pattern"``: the attention weights.
         by: ``"head"``: one head at all positions, leading axes ``[L,N]``; ``"position"``: all heads of a layer at one
@@ -86,18 +86,18 @@ def attribution_patch(
 ) -> Array:
     """Attribution patching: estimates the effects of all patches of ``patch`` from one backward pass.
 
-    The effect is the metric with the patch minus the metric without. With z the heads' outputs in this run and z' their
-    outputs with the patch, the estimate is ``sum (z' - z) d metric / d z``. z' is exact, including the softmax, even
-    where the softmax is saturated and the gradient with respect to a query or key is nearly 0. So the estimate is exact
-    if the metric is linear in the outputs of the patched layer, and first-order in whatever follows that layer. It
-    takes O(T + S) memory, like attention itself. Wrap the call in ``jax.jit``.
+    The effect is the metric with the patch minus the metric without it. With z the heads' outputs in this run and z'
+    their outputs with the patch, the estimate is ``sum (z' - z) d metric / d z``. z' is exact, including the softmax,
+    even where the softmax is saturated and the gradient with respect to a query or key is nearly 0. So the estimate is
+    exact if the metric is linear in the outputs of the patched layer, and first-order in whatever follows that layer.
+    It takes O(T + S) memory, like attention itself. Wrap the call in ``jax.jit``.
 
     Effects that cancel in a sum may each be large; confirm the largest with ``patch``.
 
     Args:
         run: a function of a list with one dict per layer, which it passes to that layer's attention as keyword
-            arguments. It returns the metric, a scalar: a sum over sequences, which must not affect each other.
-        source: for each layer, what its attention sows on the other input (``collect(sown)``), with ``"query"``.
+            arguments. It returns the metric, a scalar summed over sequences, which must not affect each other.
+        source: for each layer, the dict sown by its attention on the other input (``collect(sown)``), with ``"query"``.
         what: what to patch: ``"q"``, ``"k"``, ``"v"``, ``"z"`` or ``"pattern"`` (see ``patch``).
         by: ``"head"``, ``"position"`` or ``"head_position"`` (see ``patch``).
 
@@ -158,7 +158,7 @@ def _sizes(
 
 
 def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
-    """The options with which a layer's attention call takes from ``source`` what ``gate`` switches off."""
+    """The options that make a layer's attention call take whatever ``gate`` switches off from ``source``."""
     if what == "z":
         return {"head_gate": gate, "head_fill": source["z"]}
     if what == "pattern":

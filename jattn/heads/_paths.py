@@ -30,8 +30,8 @@ def path_patch(
             last stream. To patch paths into a head, it runs the model with that layer's ``patch`` set to the query,
             key or value that the layer projects from the stream.
         stream: ``[B,T,M]``, what the reader reads in this run.
-        own, source: what the attention of the L layers before the reader sows in this run and in the other
-            (``collect(sown)``): lists of dicts with ``"z"`` ``[B,T,N,D]``.
+        own, source: the values sown by the attention of the L layers before the reader in this run and in the other
+            (``collect(sown)``), as lists of dicts with ``"z"`` ``[B,T,N,D]``.
         out: a list of these layers' output kernels, ``[N,D,M]``.
         groups: lists of ``(layer, head)`` pairs to patch together.
         batch_size: the number of heads, or groups, to run at once; all by default. Smaller batches take less memory.
@@ -97,14 +97,14 @@ def qk_attribution(
 
     A score is bilinear in what query and key read: ``sum_ij scale * R(x_i W_Q) . R(y_j W_K)`` over the parts of both,
     with R a linear position embedding, such as ``Rotary``. The sum of the result over its last two axes is the score
-    before any mask, bias or score function. Computed in at least float32.
+    before any mask, bias or score function. The computation uses at least float32.
 
     Args:
         query_parts: ``[P,E,M]``, the parts of the stream at the queries, such as heads' outputs
             (``residual_contributions``). If a norm precedes the layer, pass the parts after it, with its scale fixed.
         key_parts: ``[R,E,M]``, the same at the keys.
-        query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any, is
-            one more part, the last: P + 1, R + 1.
+        query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any,
+            counts as one more part at the end, for P + 1 or R + 1 parts.
         position: ``(x, positions) -> x``, linear in x, such as ``jattn.positions.Rotary()``. If its frequencies depend
             on the length of the text, pass ``jattn.positions.at_length(position, length)``.
         query_positions, kv_positions: integers ``[E]``, needed with ``position``.

@@ -23,7 +23,7 @@ def retrieval_score(
     Args:
         weights: ``[*,G,S]``, such as ``[L,N,G,S]``. Row g belongs to the query that predicts ``written[g]``: the token
             before it.
-        tokens: integers ``[S]``, the tokens of the keys; empty slots of a cache may hold any.
+        tokens: integers ``[S]``, the tokens of the keys; empty slots of a cache may hold any token.
         written: integers ``[G]``, the tokens being written; -1 for a row that does not count.
         needle: bool ``[S]``: which keys belong to the needle.
 

@@ -45,7 +45,7 @@ def roles(
     level: float = 0.05,
     baseline: Mapping[str, ArrayLike] | None = None,
 ) -> Roles:
-    """Labels each head with the pattern that exceeds its threshold by the most, or ``"mixed"``.
+    """Labels each head with the pattern whose score exceeds its threshold by the most, or ``"mixed"``.
 
     The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, with ``patterns`` the number of patterns
     tested for each head (Bonferroni), so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
@@ -61,10 +61,10 @@ def roles(
 
     Args:
         scores: for each pattern, an array with one entry per head; all of the same shape.
-        null: for each pattern, the scores of heads that cannot have it, of any shape: from untrained models and, for
-            patterns of tokens, from the trained model on shuffled tokens. Each pattern needs at least
-            ``patterns / level - 1`` scores: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An
-            untrained model of L layers with N heads has ``L * N``; a small model needs several random keys.
+        null: for each pattern, scores, of any shape, of heads that cannot have it: from untrained models and, for token
+            patterns, from the trained model on shuffled tokens. Each pattern needs at least ``patterns / level - 1``
+            scores: 19 for one pattern at a level of 0.05, 39 for two, 59 for three. An untrained model of L layers with
+            N heads provides ``L * N``; for a small model, use several random keys.
         level: the accepted share of heads that get a label without having a role.
         baseline: for each pattern, usual scores, of any shape, from the same model's heads on shuffled tokens. For
             patterns of repeated tokens, use the clean run with the ``tokens`` of another sequence, because shuffled

@@ -1,4 +1,4 @@
-"""Infers from the masks of a call each token's place in its own sequence, and which tokens are padding."""
+"""Infers each token's place in its own sequence, and which tokens are padding, from the masks of a call."""
 
 import functools
 import operator
@@ -38,8 +38,8 @@ def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
     """The places of a call's tokens; ``q_slots [T]`` and ``kv_slots [S]``: the token in each slot.
 
     With ``Segments``, the tokens of each id are counted. Otherwise positions, if given, are the places; if not, tokens
-    are counted from the first that is not padding. If T = S, padding is whatever ``Padding``, ``Dense``, mask and
-    bias arrays and the lengths of keys, joined by ``&`` alone, hide at either end of a sequence.
+    are counted from the first that is not padding. If T = S, padding is whatever ``Padding``, ``Dense``, mask and bias
+    arrays and key lengths, joined by ``&`` alone, hide at either end of a sequence.
     """
     at_query, at_key = call.query_positions, call.kv_positions
     parts = [part for mask in call.masks for part in conjuncts(mask)]
@@ -64,7 +64,7 @@ def find_places(call: Call, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
 def _shown(call: Call, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
     """Bool ``[B|1,S]``, by token: False for hidden keys at either end; None if there are none.
 
-    If an array has one row per query, a token that strict causality hides from all still counts: it sees others.
+    If an array has one row per query, a token hidden from all by strict causality still counts, because it sees others.
     """
     by_slot = [*call.slot_masks, *([] if call.bias is None else [call.bias > lowest_score(call)])]
     by_token = [x.array[(None,) * (4 - x.array.ndim)] for x in parts if isinstance(x, Dense)]

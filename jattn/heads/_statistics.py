@@ -1,4 +1,4 @@
-"""Computes statistics of all heads at any length, without their matrices of weights."""
+"""Computes statistics of all heads at any length, without forming their weight matrices."""
 
 import dataclasses
 import math
@@ -126,13 +126,12 @@ def statistics(
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    ``p`` are the weights of a query. Each mean is over the queries in parentheses. A query counts only if it sees at
-    least one key and, for the weight on certain keys, only if it sees one of them. Keys hidden by a window, the end of
-    a document or padding do not count against a head, so a sequence has the same statistics alone, packed and padded.
+    ``p`` denotes the weights of a query. Each mean is over the queries in parentheses. A query counts only if it sees
+    at least one key and, for the weight on certain keys, only if it sees one of them. Keys hidden by a window, the end
+    of a document or padding do not count against a head, so a sequence has the same statistics whether alone, packed or
+    padded.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (that see two or more keys); 1 for a uniform head.
-
-    - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all queries.
     - ``distance``: ``sum p |q - kv|``, in tokens (all).
     - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (that see it).
@@ -150,8 +149,8 @@ def statistics(
     for the order of tokens, they are slots. Places are the positions, if given. Otherwise they are slots, counted from
     the first that is not padding or, with ``Segments``, within each id. If T = S, padding is whatever
     ``masks.Padding``, ``masks.Dense``, lengths, and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from
-    all queries at either end of a sequence. Queries of padding never count. A plain function reveals neither padding
-    nor documents: pass ``eligible`` and positions, or ``Segments``. A segment of padding counts like any other: pass
+    all queries at either end of a sequence. Padding queries never count. A plain function reveals neither padding nor
+    documents, so pass ``eligible`` and positions, or ``Segments``. A padding segment counts like any other, so pass
     ``eligible``.
 
     A pair is hidden if a mask hides it, or if its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
@@ -160,7 +159,7 @@ def statistics(
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; floating, of the same dtype.
-        tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
+        tokens: integers ``[B,T]`` or ``[T]``, for ``duplicate_token`` and ``induction`` in self-attention.
         lse: ``[B,T,N]``, from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
         eligible: bool ``[B,T]`` or ``[T]``: the queries that count; by default all but padding. For cross-attention
@@ -175,7 +174,7 @@ def statistics(
 
     Raises:
         ValueError: a statistic is unknown; ``tokens`` is missing; an argument has the wrong shape.
-        TypeError: ``implementation`` is none of these; ``sinks`` are given, which are part of the lse.
+        TypeError: ``implementation`` is none of these; ``sinks`` are given (they are part of the lse).
 
     Example:
         >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
@@ -269,7 +268,7 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
-    """``Reduction.values`` of these statistics; it compares by value."""
+    """``Reduction.values`` for these statistics, compared by value."""
 
     names: tuple[str, ...]
 

@@ -20,7 +20,7 @@ class TopPairs(NamedTuple):
 
     Attributes:
         weight: ``[B,N,T,k]`` (or ``[N,T,k]``), float32 (or float64); 0 where a query sees fewer keys.
-        key: ``[B,N,T,k]`` (or ``[N,T,k]``), int32: the slots of their keys; -1 where a query sees fewer.
+        key: ``[B,N,T,k]`` (or ``[N,T,k]``), int32: the slots of the keys; -1 where a query sees fewer.
 
     Example:
         >>> weight, key = jnp.array([[[1.0, 0.0], [0.8, 0.2]]]), jnp.array([[[0, -1], [0, 1]]])  # [N,T,k]

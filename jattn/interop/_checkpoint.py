@@ -103,7 +103,7 @@ def load(
 
 
 def _in_place(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``options`` of a file, where keys of ``config`` replace the same and synonymous keys."""
+    """The ``options`` of a file, with identical and synonymous keys replaced by those of ``config``."""
     merged, entry = {**options, **config}, options.get("rope_parameters")
     if "layer_types" in config:
         merged = {key: x for key, x in merged.items() if key != "sliding_window_pattern" or key in config}
@@ -128,7 +128,7 @@ def from_tensors(
     """Loads a model from memory, as :func:`~jattn.interop.load` does from files.
 
     Args:
-        tensors: floating arrays by their names in a checkpoint, such as ``numpy()`` of the tensors in a PyTorch
+        tensors: floating arrays keyed by their names in a checkpoint, such as the ``numpy()`` arrays of a PyTorch
             ``state_dict``.
         config: the contents of ``config.json`` as a dict, with ``model_type`` and sizes.
         ignore: name prefixes of tensors to leave out.
@@ -329,7 +329,7 @@ def _flat(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _inputs_first(tensors: Tensors, family: Family, config: Config) -> bool:
-    """Whether weights are stored ``[in,out]``, judged by those that are not square, or by the family if all are."""
+    """Whether weights are stored ``[in,out]``, judged by the non-square ones, or by the family if all are square."""
     votes = 0
     for path, _, names in _modules(family, config):
         out_dim = (

@@ -114,7 +114,7 @@ class Config:
 
     @property
     def window_sides(self) -> tuple[int, int]:
-        """The keys that a query sees before and after its own, in a layer with the window."""
+        """The numbers of keys that a query sees before and after its own, in a layer with the window."""
         if self.window is None:
             raise ValueError(f"this {self.family} has no window: window is None in its config")
         return (self.window - 1, 0) if self.causal else (self.window // 2, self.window // 2)

@@ -80,7 +80,7 @@ _READ = (
 
 
 def _gemma(options: Mapping[str, Any], pattern: int | None = None) -> Config:
-    """What both have in common, without positions; one in every ``pattern`` layers has no window."""
+    """What both have in common, except positions; one in every ``pattern`` layers has no window."""
     refuse(options, **_UNCHANGED)
     keys = {**SIZES, "mlp_dim": "intermediate_size", "head_dim": "head_dim"}
     sizes = numbers(options, keys, {"num_kv_heads": "num_key_value_heads"})

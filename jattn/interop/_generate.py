@@ -1,4 +1,4 @@
-"""Writes text with a causal ``Transformer``: prompts in chunks, then token by token, with one cache for all layers."""
+"""Generates text with a causal ``Transformer``, reading prompts in chunks, with one cache for all layers."""
 
 import functools
 import operator

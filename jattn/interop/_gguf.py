@@ -104,9 +104,9 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a GGUF file by Hugging Face's names, read when they are sliced, and its config.
+    """The tensors of a GGUF file, keyed by their Hugging Face names and read when sliced, and the file's config.
 
-    A Gemma's norms are the factors they multiply by, not one less. Raises the same errors as ``load``.
+    Gemma's norm weights are the factors themselves, not the factors minus one. Raises the same errors as ``load``.
     """
     fields, stored = read_file(file, lambda name: not name.startswith("tokenizer."))
     name = fields.get("general.architecture")
@@ -130,7 +130,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_vocabulary(file: Path) -> dict[str, Any]:
-    """The tokenizer fields of a GGUF file, without ``tokenizer.``, such as ``ggml.tokens``, and the model's name."""
+    """The tokenizer fields of a GGUF file (without ``tokenizer.``), such as ``ggml.tokens``, and the model's name."""
     prefix = "tokenizer."
     fields, _ = read_file(file, lambda name: name.startswith(prefix) or name == "general.name")
     return {name.removeprefix(prefix): x for name, x in fields.items()}
@@ -139,7 +139,7 @@ def read_vocabulary(file: Path) -> dict[str, Any]:
 def _config(
     name: str, family: _Architecture, options: dict[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """The config, from the fields without the architecture's name and from the existing tensors.
+    """The config, from the fields (without the architecture's name) and the existing tensors.
 
     Raises ``ValueError`` for an unread field that changes what the model computes.
     """

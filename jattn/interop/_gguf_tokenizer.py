@@ -1,9 +1,9 @@
-"""Builds from a GGUF file a ``tokenizers.Tokenizer`` that equals llama.cpp's and the model's own tokenizer.
+"""Builds from a GGUF file a ``tokenizers.Tokenizer`` equivalent to llama.cpp's and the model's own tokenizer.
 
-Where these two differ, at combining marks under GPT-4o's and Mistral NeMo's splitting, it follows the model's own.
+Where these two differ (combining marks under GPT-4o's and Mistral NeMo's splitting), it follows the model's own.
 
-Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. It has two kinds of vocabulary: byte-level pairs ("gpt2"),
-which split text before merging, and SentencePiece ("llama"), which merges in order of score.
+Source: ``src/llama-vocab.cpp`` of llama.cpp, August 2026. llama.cpp has two kinds of vocabulary: byte-level pairs
+("gpt2"), which split text before merging, and SentencePiece ("llama"), which merges in order of score.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def _words_and(digits: str, letters: str = r"\p{L}") -> str:
 
 
 def _cased_words_and(digits: str, contractions: str) -> str:
-    """GPT-4o's splitting: a capital letter after a small one begins a new word."""
+    """GPT-4o's splitting: an uppercase letter after a lowercase one begins a new word."""
     small, capital = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -118,7 +118,7 @@ def _ids(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _with_tokens_of_the_file(tokenizer: Any, fields: Mapping[str, Any], begins: bool) -> Any:
-    """Adds the tokens found whole in a text and those around it; ``begins``: whether a first one is the default."""
+    """Adds the tokens matched whole and those around a text; ``begins``: whether a first token is added by default."""
     from tokenizers import AddedToken, processors
 
     tokens = fields["ggml.tokens"]

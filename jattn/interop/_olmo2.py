@@ -1,6 +1,6 @@
 """The OLMo 2 family: norms of what attention and MLP add, and norms over the queries and keys of all heads together.
 
-Source: https://arxiv.org/abs/2501.00656, on its architecture; names as in published checkpoints.
+Source: https://arxiv.org/abs/2501.00656 (architecture); names as in published checkpoints.
 """
 
 import dataclasses

@@ -17,9 +17,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of the model in ``folder`` by name, except those that match ``exclude``; and the config.
+    """The tensors of the model in ``folder``, keyed by name, except those matching ``exclude``; and the config.
 
-    A tensor is read when it is sliced.
+    Each tensor is read when it is sliced.
 
     Tensors come from ``model.safetensors``, or else from the files named in an index, or else from all
     ``*.safetensors``. Raises the same errors as ``load``.

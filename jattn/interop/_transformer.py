@@ -24,7 +24,7 @@ from jattn.positions import at_length
 
 
 class Transformer(nnx.Module):
-    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, for any family that ``Config`` describes.
+    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, for any family described by ``Config``.
 
     ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
     over them, so it compiles a single layer, or two if only some layers have a window (``Config.local``). Values sown
@@ -91,8 +91,8 @@ class Transformer(nnx.Module):
                 layer, and ``last_stream``, the input of the last norm.
 
         Raises:
-            ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have one
-                entry per layer, or layers differ in more than gates; the cache belongs to another model.
+            ValueError: ``tokens`` are not integers ``[B,T]`` or are too long for the model; ``per_layer`` does not have
+                one entry per layer, or layers differ in more than gates; the cache belongs to another model.
             TypeError: ``decode`` is given, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def layer(self, index: int) -> Block:
-        """A copy of layer ``index``, with its rotary positions but without its window: pass that in the call."""
+        """A copy of layer ``index``, with its rotary positions but without its window: pass the window in the call."""
         graph, state = nnx.split(self.layers)
         index = range(self.config.num_layers)[index]
         block = nnx.merge(graph, jax.tree.map(lambda x: x[index], state))

@@ -64,8 +64,8 @@ class Block(nnx.Module):
     def __call__(self, x: Array, *, sow_parts: bool = False, **attention: Any) -> Any:
         """The layer's output ``[B,T,M]`` for ``x [B,T,M]``; with ``cache=``, ``(output, cache)``.
 
-        ``attention``: options of the attention call. ``sow_parts``: sow ``residual_parts``: the layer's ``input``,
-        the output of its attention before ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
+        ``attention``: options of the attention call. ``sow_parts`` sows ``residual_parts``: the layer's ``input``, the
+        output of its attention before ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
         """
         before = x
         if self.scale is not None:

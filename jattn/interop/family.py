@@ -62,7 +62,8 @@ class Family:
     """The names in the ``config.json`` and the checkpoints of one family.
 
     Modules have a weight and possibly a bias. If a checkpoint lacks a module, ``Config`` must state that the model has
-    none. ``"attention.fused"`` is one module for query, key and value, ``"mlp_fused"`` for the MLP's gate and input.
+    none. ``"attention.fused"`` is one module for query, key and value, ``"mlp_fused"`` one for the MLP's gate and
+    input.
 
     Attributes:
         name: ``model_type`` in the config.
@@ -73,9 +74,9 @@ class Family:
         fused: ``(x [...,in], widths, head_dim)``: splits a fused projection; by default into consecutive blocks.
         inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, like PyTorch's Linear.
         prefixes: name prefixes in models with a task head; the first that matches a name is removed.
-        skipped: prefixes of tensors that are not part of the text model, such as those for images.
-        norm_offset: added to the norms' weights: 1 if a checkpoint's norms multiply by ``1 + weight``, because the
-            norms here multiply by the scale.
+        skipped: prefixes of tensors that are not part of the text model, such as image tensors.
+        norm_offset: the number added to the norms' weights, 1 if a checkpoint's norms multiply by ``1 + weight``,
+            because the norms here multiply by the scale.
 
     Example:
         >>> import dataclasses
@@ -100,7 +101,7 @@ class Family:
 def numbers(
     config: Mapping[str, Any], keys: Mapping[str, str], optional: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Positive integers by their names in ``Config``: all ``keys``, and the ``optional`` keys that are given.
+    """Positive integers keyed by their names in ``Config``: all ``keys`` and any ``optional`` keys that are given.
 
     Raises ``ValueError`` if a key is missing, or is not a positive integer.
     """
@@ -233,7 +234,7 @@ def local_layers(options: Mapping[str, Any], num_layers: int, default: Sequence[
 
 
 def of_whole_heads(position: Rotary) -> Rotary:
-    """The same positions. Raises ``ValueError`` if they rotate only a part of each head."""
+    """The same positions. Raises ``ValueError`` if they rotate only part of each head."""
     if position.fraction != 1.0:
         raise ValueError(
             f"partial_rotary_factor is {position.fraction} in this config, which the model here does not support"
@@ -255,7 +256,7 @@ def refuse(config: Mapping[str, Any], **supported: Any) -> None:
 def refuse_others(config: Mapping[str, Any], *known: str) -> None:
     """Raises ``ValueError`` for keys that may change what the model computes: neither ``known`` nor ``HARMLESS``.
 
-    A null counts as a missing key. ``known`` are the keys that the family reads or checks itself.
+    A null counts as a missing key. ``known`` holds the keys that the family reads or checks itself.
     """
     refuse(config, is_encoder_decoder=False, add_cross_attention=False, pruned_heads={})
     checked = {*known, *HARMLESS, "is_encoder_decoder", "add_cross_attention", "pruned_heads"}

@@ -80,11 +80,11 @@ _WINDOWS = ("use_sliding_window", "max_window_layers")
 
 
 def _windows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers of a Qwen have a window, as in ``Qwen2Config`` of transformers 5.24.
+    """Which layers of a Qwen model have a window, as in ``Qwen2Config`` of transformers 5.24.
 
-    Without ``use_sliding_window``, no layer has one, whatever the other keys say. Otherwise the layers listed in
-    ``layer_types`` do, or else layer ``max_window_layers`` (28 by default) and later ones. The window is 4,096 by
-    default.
+    Without ``use_sliding_window``, no layer has one, whatever the other keys say. Otherwise, the layers marked in
+    ``layer_types`` have one or, without that key, layer ``max_window_layers`` (28 by default) and all later layers. The
+    window is 4,096 by default.
     """
     used = options.get("use_sliding_window", False)
     if not isinstance(used, bool):

@@ -1,6 +1,6 @@
 """Implementations of attention, one per file or folder, behind one interface.
 
-``kernel.py`` has the base class and describes how to write one; ``dispatch.py`` has their names and selects one.
+``kernel.py`` defines the base class and describes how to write one; ``dispatch.py`` lists their names and selects one.
 """
 
 from jattn._core.call import Call

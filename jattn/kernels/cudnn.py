@@ -1,11 +1,11 @@
 """``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
 
-It supports only the kernel's own masks: with a mask added as a bias, rows without a visible key would be the mean of
-the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel runs, because
-the kernel's own scale must be known while tracing.
+It supports only the kernel's own masks: with a mask added as a bias, the output of rows without a visible key would be
+the mean of the values instead of 0. The query is multiplied by ``scale`` and rounded to its dtype before the kernel
+runs, because the kernel's own scale must be known while tracing.
 
 The log-sum-exp and the output, which the backward pass needs, are found among the residuals of ``jax.vjp`` of the
-kernel: ``jax.nn`` returns the log-sum-exp rounded to 16 bits and accepts neither. Its backward kernel supports no
+kernel: ``jax.nn`` returns the log-sum-exp rounded to 16 bits and accepts neither. cuDNN's backward kernel supports no
 cotangent of the log-sum-exp, so ``jattn.kernels.blockwise`` computes derivatives with such a cotangent, and all others.
 """
 
@@ -39,7 +39,7 @@ def fused(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class Cudnn(Kernel):
-    """``implementation=``: ``"cudnn"``, replaced by a function like ``fused`` that runs on every platform."""
+    """``implementation=``: ``"cudnn"`` with ``kernel`` in place of ``fused``, such as one for every platform."""
 
     name: ClassVar[str] = "cudnn"
     platform: ClassVar[str | None] = "gpu"
@@ -153,7 +153,7 @@ def _prepared(
 
 
 def _scaled(query: jax.Array, call: Call) -> jax.Array:
-    """The query for the kernel's own scale, ``1 / sqrt(head_dim)``."""
+    """The query, prescaled to account for the kernel's own scale, ``1 / sqrt(head_dim)``."""
     if call.scale is None:
         return query
     factor = call.scale * math.sqrt(query.shape[-1])

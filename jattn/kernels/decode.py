@@ -77,7 +77,7 @@ class Decode(PlainKernel):
 
 
 def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
-    """The number of keys per chunk: a power of two, at least 128; for a symbolic batch, as for one sequence."""
+    """The number of keys per chunk: a power of two, at least 128; a symbolic batch counts as one sequence."""
     batch = batch if isinstance(batch, int) else 1
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
@@ -125,7 +125,8 @@ def _run(platform: str, call: Call, chunk: int | None) -> tuple[Array, Array]:
 def _slice_keys(call: Call, first: Array, size: int, begin: Array | None) -> Call:
     """The call for the ``size`` keys starting at slot ``first``.
 
-    If ``begin`` is None, every query sees all of them. Otherwise, they are masked, and hidden before slot ``begin``.
+    If ``begin`` is None, every query sees all of them. Otherwise, they are masked, and those before slot ``begin`` are
+    hidden.
     """
     columns = Chunk(first, size)
     part = dataclasses.replace(call.take(columns=columns), query_seq_lengths=None)  # also a mask array
@@ -187,7 +188,7 @@ class Products(NamedTuple):
     """The two products for all heads of a chunk.
 
     ``together``: multiply every query head by every key head and keep the matching pairs. This reads the keys in their
-    own layout, whereas separate products would first transpose the whole chunk. For a single CPU device, where all
+    own layout, whereas separate products would first transpose the whole chunk. Used on a single CPU device, where all
     heads are local.
     """
 

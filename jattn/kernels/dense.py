@@ -22,7 +22,7 @@ class Dense(PlainKernel):
     wide_query: ClassVar[bool] = True
 
     def pays(self, call: Call) -> bool:
-        """Always true: this kernel is the last in every order."""
+        """Always true: this kernel comes last in every order."""
         return True
 
     def describe_work(self, platform: str, call: Call) -> str:

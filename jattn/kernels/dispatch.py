@@ -42,7 +42,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch(ReducingKernel):
-    """``implementation=None``: the choice of each platform, resolved when the program is lowered.
+    """``implementation=None``: each platform's choice, resolved when the program is lowered.
 
     If arrays other than query, key and value have gradients, blockwise computes all gradients, or JAX differentiates
     the dense formula where blocks do not pay off.
@@ -84,7 +84,7 @@ class Dispatch(ReducingKernel):
         return kernel.backward(platform, call, results if kernel.returns_error else results[:3], cotangents)
 
     def reduce(self, platform: str, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """From the first kernel that reduces weights and supports this reduction."""
+        """Computed by the first kernel that reduces weights and supports this reduction."""
         empty = 0 in (*call.query.shape, *call.key.shape)
 
         def takes(kernel: Kernel) -> bool:
@@ -98,7 +98,7 @@ class Dispatch(ReducingKernel):
 
 
 def _first(platform: str, call: Call, takes: Callable[[Kernel], bool]) -> Kernel:
-    """The first kernel in ``ORDER`` that takes the call."""
+    """The first kernel in ``ORDER`` that accepts the call."""
     several = call.sharded or deferred.is_partitioned()  # a kernel for one platform runs on one device
     kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform])
     with without_mesh():
@@ -123,7 +123,7 @@ def choose(call: Call, named: str | None) -> Kernel:
 
 
 def _taken(call: Call, platform: str, sharded: bool) -> str:
-    """The name of the kernel that ``choose(call, None)`` takes on a platform in ``PLATFORMS``."""
+    """The name of the kernel that ``choose(call, None)`` picks on a platform in ``PLATFORMS``."""
     lowered, platform_of = dataclasses.replace(canonical(call), sharded=sharded), PLATFORMS[platform][0]
     if choose(call, None).name == "xla":
         return "xla"

@@ -12,7 +12,7 @@ def call_once(
 ) -> Sequence[jax.Array]:
     """One kernel call, which ``jax.vmap`` turns into one call with more sequences.
 
-    ``kinds``: whether each sequence has its own entry on an operand's first axis, may share an entry, or has none.
+    ``kinds``: for each operand, whether each sequence has its own entry on the first axis, may share one, or has none.
     """
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     B = shapes[0][0]

@@ -47,7 +47,7 @@ class ReducesWeights(Protocol):
         ...
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, jax.Array]:
-        """The sums ``{name: [B,N,...]}``, by block; differentiable with respect to ``reduction.lse`` and the call."""
+        """The sums ``{name: [B,N,...]}``, blockwise; differentiable with respect to ``reduction.lse`` and the call."""
         ...
 
     def map_parts(

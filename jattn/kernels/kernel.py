@@ -68,16 +68,16 @@ class Kernel:
     A subclass is a frozen dataclass of its settings, in its own file. To write one, override these, in order:
 
     1. ``name``, and ``platform`` if it runs on only one kind of device.
-    2. What it refuses: ``dtypes``; ``takes``, the supported ``OPTIONS``, including fields of ``Call``; and ``refusals``
-       for everything else. A kernel that lists its ``takes`` refuses options added later until it names them, unless
+    2. What it rejects: ``dtypes``; ``takes``, the supported ``OPTIONS``, including fields of ``Call``; and ``refusals``
+       for everything else. A kernel that lists its ``takes`` rejects options added later until it names them, unless
        its scores come from ``jattn._core.attention`` or ``jattn._blocks``.
     3. ``forward``. The kernel is now correct: blockwise provides its derivatives, recomputing the forward pass in
        blocks.
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Blockwise still computes forward
        mode, higher orders and the gradients of other arrays. In 16 bits, also ``forward_with_error``, with
-       ``returns_error``: without it, the rounding of ``out`` shows in the query's gradient where keys have much in
-       common.
-    5. ``pays`` and ``pays_when``, if it should be a default in other cases than blocks.
+       ``returns_error``: without it, the rounding of ``out`` shows in the query's gradient if keys share a large common
+       component.
+    5. ``pays`` and ``pays_when``, unless it should be a default in the same cases as blocks.
     6. ``rounds_query`` if its log-sum-exp does not match the scores exactly, ``prepare`` if it reads static arrays
        while tracing, and ``describe_work`` for ``jattn.explain``.
 
@@ -119,8 +119,8 @@ class Kernel:
     def pays(self, call: Call) -> bool:
         """Whether ``implementation=None`` prefers it to later kernels in ``jattn.kernels.dispatch.ORDER``.
 
-        By default, where blocks pay off: the dense matrix then takes more time than the loop over blocks (measured on
-        CPU), or much memory. With few queries or keys, the matrix grows only linearly.
+        By default, it does where blocks pay off: the dense matrix then takes more time than the loop over blocks
+        (measured on CPU), or a lot of memory. With few queries or keys, the matrix grows only linearly.
         """
         (B, T, N, _), S = call.query.shape, call.key.shape[1]
         if not isinstance(T, int) or not isinstance(S, int):
@@ -129,7 +129,7 @@ class Kernel:
         return (T * S >= MIN_PAIRS or scores >= MIN_SCORES) and min(T, S) >= FEW
 
     def refusals(self, call: Call) -> Iterable[tuple[bool, str]]:
-        """Further reasons to refuse a call, as (condition, reason); the first that applies is reported."""
+        """Further reasons to reject a call, as (condition, reason); the first that applies is reported."""
         return ()
 
     def refusal_at_lowering(self, call: Call) -> str | None:
@@ -137,15 +137,15 @@ class Kernel:
         return None
 
     def describe_work(self, platform: str, call: Call) -> str | None:
-        """How much of the matrix its forward pass computes for a canonical call, as a predicate; None if unknown."""
+        """How much of the matrix its forward pass computes for a canonical call, as a verb phrase; None if unknown."""
         return None
 
     def describe_products(self, call: Call) -> str | None:
-        """The dtype of its products, as a predicate, if it depends on the machine; otherwise None."""
+        """The dtype of its products, as a verb phrase, if it depends on the machine; otherwise None."""
         return None
 
     def formula(self, call: Call) -> Callable[[Call], tuple[Array, Array]] | None:
-        """``call -> (out, lse)``, from which JAX derives all that ``backward`` does not cover; None for blockwise."""
+        """``call -> (out, lse)``, from which JAX derives everything not covered by ``backward``; None for blockwise."""
         return None
 
     def prepare(self, call: Call) -> "Kernel":
@@ -179,7 +179,7 @@ class Kernel:
 
     @property
     def _block_sizes(self) -> BlockSizes:
-        """The block sizes in all derivatives computed by blockwise."""
+        """The block sizes used in all derivatives computed by blockwise."""
         return None
 
     def unsupported_reason(self, call: Call) -> str | None:
@@ -220,7 +220,7 @@ class Kernel:
         return SEVERAL_DEVICES if self.platform is not None and deferred.is_partitioned() else None
 
     def check_lowering(self, platform: str) -> None:
-        """Raises ``Unsupported`` for ``lowering_reason``, unless the kernel is simulated."""
+        """Raises ``Unsupported`` with any ``lowering_reason``, unless the kernel is simulated."""
         reason = None if self.is_simulated else self.lowering_reason(platform)
         if reason is not None:
             raise Unsupported(f"implementation={self.name!r} cannot do this: {reason}")
@@ -245,7 +245,10 @@ def _forward(platform: str, call: Call, kernel: Kernel, with_error: bool) -> Res
 
 
 def narrowed(call: Call) -> Call:
-    """The call with its query in the keys' dtype; it may be in the softmax's dtype, to give its gradient that dtype."""
+    """The call with its query in the keys' dtype.
+
+    The query may come in the softmax's dtype, so that its gradient has that dtype.
+    """
     return dataclasses.replace(call, query=call.query.astype(call.key.dtype))
 
 

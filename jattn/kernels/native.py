@@ -4,9 +4,9 @@ The forward pass is the online softmax of ``jattn._blocks.online_softmax``, with
 The backward pass follows FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few
 queries, each key is read once for all heads. The kernels support masks under which a query sees an interval of keys or
 the keys of its segment, and mask arrays. Bias and mask arrays are read in place. If the CPU multiplies bfloat16, so do
-the kernels, unless the highest precision is requested: weights and score gradients are rounded as factors, and
-everything else is float32. Blockwise computes forward mode, higher orders and the gradients of arrays other than query,
-key and value.
+the kernels, unless the highest precision is requested: weights and score gradients are rounded before multiplication,
+and everything else is float32. Blockwise computes forward mode, higher orders and the gradients of arrays other than
+query, key and value.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ FURTHEST = 2**20  # maximum number of distances with their own entry in a relati
 class Native(Kernel):
     """``implementation=``: ``"native"`` with custom settings.
 
-    ``width``: floats per vector: 4, 8 (AVX2) or 16 (AVX-512); by default, the widest that the CPU supports. ``few``:
+    ``width``: floats per vector, 4, 8 (AVX2) or 16 (AVX-512); by default, the widest that the CPU supports. ``few``:
     calls with fewer queries use the kernel that reads each key once for all heads. Neither setting changes results
     beyond rounding.
     """
@@ -129,7 +129,7 @@ class Native(Kernel):
         return bool(has_pairs) and widest and not _in_float32(call)
 
     def forward(self, platform: str, call: Call) -> Results:
-        """By the kernels."""
+        """Computed by the kernels."""
         return self.forward_with_error(platform, call)[:3]
 
     def forward_with_error(self, platform: str, call: Call) -> Results:
@@ -149,7 +149,7 @@ class Native(Kernel):
         return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
     def forward_of_part(self, platform: str, call: Call, with_error: bool = True) -> Results:
-        """In float32: the error of rounded factors is known only for whole rows."""
+        """Computed in float32: the error of rounded factors is known only for whole rows."""
         return super().forward_of_part(platform, dataclasses.replace(call, precision="highest"), with_error)
 
     def backward(
@@ -222,9 +222,9 @@ def _call(
 
 
 def _in_float32(call: Call) -> bool:
-    """Whether bfloat16 products are too imprecise: the highest precision is requested, or scores are bent.
+    """Whether bfloat16 products are too imprecise: the highest precision is requested, or scores are capped.
 
-    With bent scores, a row's product gradients do not sum to 0, and the effect of their rounding is unknown.
+    With capped scores, a row's product gradients do not sum to 0, and the effect of their rounding is unknown.
     """
     precision = call.precision or jax.config.jax_default_matmul_precision
     asked = precision if isinstance(precision, tuple) else (precision,)
@@ -273,7 +273,7 @@ def _of_heads(table: AnyArray, call: Call) -> jax.Array:
 
 
 def _furthest(call: Call, mod: RelativeBias) -> int:
-    """The distance from which all biases are equal, or the largest distance in the call."""
+    """The distance at which biases become constant, or the largest distance in the call."""
     by_slot = call.query_positions is None and call.kv_positions is None
     return min(mod.max_distance, max(call.query.shape[1], call.key.shape[1])) if by_slot else mod.max_distance
 
@@ -307,7 +307,7 @@ def _of_each(positions: AnyArray, arrays: jax.Array) -> jax.Array:
 
 
 class Visible(NamedTuple):
-    """The visibility of keys to a call's queries.
+    """Which keys a call's queries see.
 
     A query sees a key if ``low <= position <= high``, their ids (if any) are equal, and the mask (if any) shows it.
     Without positions, a key's position is its slot.
@@ -322,7 +322,7 @@ class Visible(NamedTuple):
 
 
 def visible_keys(call: Call) -> Visible:
-    """The visibility of keys within their lengths to the queries of a supported call."""
+    """Which keys, within their lengths, are seen by the queries of a supported call."""
     (B, T, N, _), S = call.query.shape, call.key.shape[1]
     in_interval, by_id = _split(call.masks)
     positions, b = _positions(call), call.first_batch + jnp.arange(B, dtype=jnp.int32)

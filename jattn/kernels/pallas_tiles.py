@@ -43,7 +43,7 @@ class PallasKernel(ReducingKernel):
 
     @property
     def _kernel(self) -> ModuleType:
-        """Imported on first use: Pallas takes as long to import as half of jattn."""
+        """Imported on first use: importing Pallas takes half as long as importing jattn."""
         return importlib.import_module(f"jattn.kernels.{self.name}.passes")
 
     def forward(self, platform: str, call: Call) -> Results:
@@ -194,7 +194,7 @@ class Tile:
         return s if self.source.bias is None else s + self._read_pairs(self.source.bias)
 
     def _on_scores(self) -> Callable[[Array], Array]:
-        """The score function of ``scale * q·k + bias``. Its inputs are read here: references have no derivative."""
+        """The score function applied to ``scale * q·k + bias``. Reads inputs here: references have no derivative."""
         assert self.source.score_mod is not None
         evaluate, visible = self._evaluated(self.source.score_mod), self.visible
 

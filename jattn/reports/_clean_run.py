@@ -29,7 +29,7 @@ class Clean(NamedTuple):
 
 
 def run_clean(layers: Iterable[Layer], x: Array, tokens: Array) -> Clean:
-    """Runs the model from the embedded tokens ``x``, with statistics by ``tokens``."""
+    """Runs the model on the embedded tokens ``x``, with statistics based on ``tokens``."""
     streams, seen, statistics = [x], [], []
     for layer in layers:
         x, sown, of_layer = look(layer, x, tokens, NAMES)

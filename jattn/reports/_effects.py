@@ -1,4 +1,4 @@
-"""Measures the metric without a head: exactly, from the head's layer up, or estimated for all heads."""
+"""Measures the metric without a head, exactly from the head's layer up, or estimates it for all heads."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def estimated(
 
 
 def heads_at_once(num_heads: int, tokens: Array) -> int:
-    """The number of heads of a layer that run at once, so that all batches of a layer have nearly the same size."""
+    """The number of a layer's heads that run at once, chosen so that all its batches have nearly the same size."""
     most = max(1, ROWS // tokens.size)
     return math.ceil(num_heads / math.ceil(num_heads / most))
 

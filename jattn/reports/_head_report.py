@@ -137,8 +137,8 @@ def report(
         A :class:`~jattn.reports.Report`. Notebooks display it; ``html`` is its text, and ``save(path)`` writes it.
 
     Raises:
-        ValueError: heads, tokens or columns have the wrong form or shape; weights with the given lse sum to over 1;
-            two layers have the same name.
+        ValueError: heads, tokens or columns have the wrong form or shape; weights with the given lse sum to more than
+            1; two layers have the same name.
         TypeError: an option is unknown.
         OSError: ``path`` is in a folder that does not exist, or cannot be written.
 

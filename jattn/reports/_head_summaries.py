@@ -36,7 +36,7 @@ class Looked(NamedTuple):
 
 
 def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int], of_text: bool) -> Looked:
-    """Looks at every layer; ``lengths`` are the numbers of tokens; ``ids [B,T]``, or None, identify equal tokens.
+    """Looks at every layer; ``lengths`` holds the numbers of tokens; ``ids [B,T]``, or None, identify equal tokens.
 
     Raises:
         ValueError: a layer's weights do not sum to 1.
@@ -106,7 +106,7 @@ def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _check_sums(layer: Layer, sums: np.ndarray) -> None:
-    """Raises if the weights do not match the log-sum-exp, as when it comes from a call with another mask."""
+    """Raises if the weights do not match the log-sum-exp, as when it comes from a call with a different mask."""
     most = float(np.nan_to_num(sums).max(initial=0.0))  # NaN in the input is shown, like NaN in the output
     if most > 1.05:
         raise ValueError(

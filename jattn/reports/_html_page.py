@@ -40,7 +40,7 @@ class View:
     """One sequence: the labels of its queries and keys, and the frames that show it.
 
     texts: what the read-out says about each key, and each query if they are the same; by default its place and label.
-    cross: whether queries and keys are different texts.
+    cross: whether queries and keys come from different texts.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Page:
     script: str = ""
 
     def html(self, most: int = PAGE_LETTERS) -> str:
-        """The file. The weights get whatever the rest leaves of ``most`` characters."""
+        """The file. The weights get whatever the rest of the page leaves of ``most`` characters."""
         slots = {
             "title": html.escape(self.title),
             "style": _read("style.css") + self.style,

@@ -134,7 +134,7 @@ def embed(whole: Whole, tokens: Array) -> Array:
 @jax.jit
 @jax.checkpoint
 def step(layer: Layer, x: Array, options: Mapping[str, Any]) -> Array:
-    """The layer's output. Its derivative reruns the layer instead of keeping what it computed."""
+    """The layer's output. The backward pass reruns the layer instead of keeping its intermediate values."""
     return layer(x, **options)[0]
 
 
@@ -162,7 +162,7 @@ def _mean_over_queries(statistics: Mapping[str, Any], name: str) -> Array:
 
 @functools.partial(jax.jit, static_argnames="metric")
 def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Array, ""]:
-    """The mean of the metric over sequences, one by one: all logits together would be larger than the model."""
+    """The mean of the metric over sequences, one by one because all logits together would be larger than the model."""
     model = whole.model
 
     @jax.checkpoint

@@ -1,4 +1,4 @@
-"""Matches heads that do the same in two models."""
+"""Matches heads that do the same thing in two models."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ FAR = 1e6  # between heads in different layers of models of the same shape, and 
 def matched(one: Any, other: Any) -> np.ndarray:
     """``[h]``: for each head of the report ``one``, the index of its match in ``other``, or -1.
 
-    If both show the same text, heads are matched by assignment, with the smallest sum of the distances between their
-    statistics and between their patterns. Models with the same heads in every layer are matched within layers. On
-    another text, a model's heads keep their places.
+    If both show the same text, heads are matched by assignment, which minimises the sum of the distances between their
+    statistics and between their patterns. Models with the same heads in every layer are matched within layers. If the
+    texts differ, heads keep their places.
     """
     layers, theirs = (np.array([head.layer for head in report.heads]) for report in (one, other))
     alike = np.array_equal(layers, theirs)

@@ -1,4 +1,4 @@
-"""Packs as many weights of a report as fit, as compressed bytes of the page.
+"""Packs as many of a report's weights as fit into the page, as compressed bytes.
 
 ``data.js`` reads them. All weights: ``[h,T,S]``, in one or two bytes. The largest of each query: their keys
 ``[k,h,T]``, in two bytes, or four if a key is beyond 65535; their weights ``[k,h,T]``, in two bytes; and the coarse

@@ -89,7 +89,7 @@ def _is_array(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """Converts tensors of other libraries to NumPy or JAX arrays; returns these arrays and non-arrays unchanged."""
+    """Converts tensors from other libraries to NumPy or JAX arrays; returns these arrays and non-arrays unchanged."""
     if isinstance(x, jax.Array | np.ndarray):
         return x
     if hasattr(x, "detach"):  # PyTorch's; NumPy cannot read one with a gradient, on an accelerator or in bfloat16

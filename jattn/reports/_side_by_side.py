@@ -1,4 +1,4 @@
-"""Builds the page of a report and those compared with it: which frames show the same text, which heads match."""
+"""Builds the page of a report and those compared with it: which frames show the same text and which heads match."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ class _Side:
     match: np.ndarray | None
 
     def text(self, i: int) -> tuple | None:
-        """What is shown of sequence i, if it exists."""
+        """The displayed part of sequence i, if it exists."""
         one = self.report
         return (list(one.queries[i]), list(one.keys[i]), one.cross) if i < len(one.queries) else None
 

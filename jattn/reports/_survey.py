@@ -1,4 +1,4 @@
-"""Surveys a model's heads: what they do on a clean input, what it loses without each, what they add to the logits."""
+"""Surveys a model's heads: what they do on clean input, what is lost without each, and what they add to the logits."""
 
 import dataclasses
 import functools
@@ -137,7 +137,8 @@ def survey(
       shuffled tokens. For ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
       a shuffled sequence still repeats tokens, and an induction head follows them.
     - Effects: the metric with a head off (``heads.ablate``), minus the metric. All effects are estimated
-      (``heads.attribution_patch``), and the heads with the largest sums of absolute estimates over positions measured.
+      (``heads.attribution_patch``), and the heads with the largest sums of absolute estimates over positions are
+      measured.
     - Attribution: ``heads.logit_attribution``, the mean over tokens.
     - Paths: ``heads.path_patch``, from each earlier head into the queries and the keys of the head ``into``.
 
@@ -153,8 +154,8 @@ def survey(
         twins: a function from a seed to a model with random parameters. A ``Transformer`` needs none.
         directions: ``[M]`` or an array that broadcasts to ``[B,T,M]``: the direction to which heads are attributed; by
             default the next token's row of the output embedding.
-        into: ``(layer, head)``: measure the paths into this head. They take other outputs from the previous sequence
-            of the batch.
+        into: ``(layer, head)``: measure the paths into this head. The other outputs come from the previous sequence of
+            the batch.
         progress: show the running step on a terminal's stderr.
 
     Returns:

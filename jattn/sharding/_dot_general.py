@@ -16,7 +16,7 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
-    """``jax.lax.dot_general``, but also accepting a sharded contracted axis without an ``out_sharding``.
+    """``jax.lax.dot_general`` that also accepts a sharded contracted axis without an ``out_sharding``.
 
     The result is then summed over the devices and keeps the sharding of the remaining axes: ``sum_i z_i W_i^O`` with a
     head on each device.

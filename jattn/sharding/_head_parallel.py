@@ -121,7 +121,7 @@ class HeadParallel(OnOwnPart):
     Each device computes its own heads, without communication.
 
     Args:
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if
             evenly divisible. If instead K divides the number of devices, each device gets all K heads and uses one.
         batch_axis: the mesh axis (or axes) over which B is sharded.
@@ -159,7 +159,7 @@ class HeadParallel(OnOwnPart):
         return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(call, explain)]
 
     def fold(self, call: Call, reduction: Reduction) -> dict[str, Array]:
-        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, one device's part."""
+        """The sums ``{name: [B,N,...]}`` of ``reduction`` over the weights of ``call``, for one device's part."""
         return Dispatch().fold(call, reduction)
 
     def map_parts(self, fn: OnPart, call: Call, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
@@ -190,7 +190,7 @@ def head_parallel_attention(
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``,
             which sees global indices.
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis (or axes) over which the N query heads are sharded, and the K key/value heads if
             evenly divisible. If instead K divides the number of devices, each device gets all K heads and uses one.
         batch_axis: the mesh axis (or axes) over which B is sharded.

@@ -1,4 +1,4 @@
-"""Shards the tables inside a ring's masks like the sequence: each device holds the part that its chunks need.
+"""Shards the tables in a ring's masks along with the sequence: each device holds the part that its chunks need.
 
 A ``Dense`` table becomes a mask array, and each device holds its own rows. The ids of ``Segments`` are split into the
 ids of the device's queries and the ids of its keys, which rotate with the keys. Both require that positions are the
@@ -90,7 +90,7 @@ def rotating(call: Call) -> dict[str, Any]:
 
 
 def with_keys(call: Call, keys: dict[str, Any]) -> Call:
-    """A device's part, with the items of another's that have rotated to it, as returned by ``rotating``."""
+    """A device's part, with another device's items that have rotated to it, as returned by ``rotating``."""
     ids, fields = iter(keys["kv_ids"]), {name: x for name, x in keys.items() if name != "kv_ids"}
     masks = (
         dataclasses.replace(mask, kv_ids=next(ids)) if isinstance(mask, SegmentsAtHand) else mask for mask in call.masks

@@ -2,8 +2,8 @@
 
 Which chunks meet depends on the device, so their positions are generally data, and the running program decides what a
 query sees. Kernels that know masks only while tracing take no positions. They can run if the visibility between two
-chunks follows from their distance, as under a causal mask: nothing, everything, or what a mask of the distance shows.
-The device then picks one of a few calls, each with a static mask.
+chunks follows from their distance, as under a causal mask: nothing, everything, or what a mask based on the distance
+shows. The device then picks one of a few calls, each with a static mask.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ SHORT = 4096
 
 @pytree_dataclass
 class Ahead(Mask):
-    """``mask`` for queries at positions that are ``by`` more than their slots."""
+    """``mask`` for queries whose positions exceed their slots by ``by``."""
 
     mask: MaskFunction
     by: int = static_field()

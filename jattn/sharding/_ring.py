@@ -35,12 +35,13 @@ class Ring(OverMesh):
     Keys and values rotate around the ring of devices (``ring_attention``).
 
     Args:
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis over which T and S are sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order; ``"zigzag"``: in the order of ``to_zigzag``.
         implementation: the implementation of each hop: a name or a ``jattn.kernels.Kernel``; None picks one.
-        gradient_dtype: the dtype in which key and value gradients travel; float32 by default (float64 for float64).
+        gradient_dtype: the dtype in which key and value gradients travel; float32 by default (float64 for float64
+            input).
 
     Raises:
         TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` not a string, ``gradient_dtype`` not floating,
@@ -195,7 +196,7 @@ def ring_attention(
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis: no device ever holds all of it.
 
     Keys and values rotate around the ring of P devices. Blocks emptied by the mask are skipped, and with static masks
-    and positions, keys travel only as far as they are seen. Each device holds O((T + S) / P), even in the backward
+    and positions, keys travel only as far as they are needed. Each device holds O((T + S) / P), even in the backward
     pass. Keys travel in their own dtype while the device computes. Computation hides the traffic if a hop's attention
     takes longer than the transfer of its keys.
 
@@ -204,15 +205,15 @@ def ring_attention(
             multiples of the number of devices (twice that number for ``"zigzag"``).
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis over which T and S are sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
             ``to_zigzag``, which balances causal work.
         implementation: the implementation of each hop: a name or a ``jattn.kernels.Kernel``; by default, the
             platform's kernel, or ``"blockwise"``.
-        gradient_dtype: the dtype in which key and value gradients travel: float32 by default (float64 for float64);
-            ``jnp.bfloat16`` halves their traffic and rounds them once per hop.
+        gradient_dtype: the dtype in which key and value gradients travel: float32 by default (float64 for float64
+            input); ``jnp.bfloat16`` halves their traffic and rounds them once per hop.
         return_residual: also return the log-sum-exp ``[B,T,N]``.
         options: all other keywords of ``jattn.dot_product_attention``. Arrays indexed by slot (``bias``, ``mask``
             arrays, positions) are in layout order. Positions default to the tokens' positions, and sequence lengths

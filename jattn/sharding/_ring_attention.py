@@ -1,9 +1,9 @@
 """Computes attention, and its derivatives, for a device's own queries over the keys of all devices of a ring.
 
-``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the sums ``acc`` and
-``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. Their derivatives therefore add up to those of
+``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the ``acc`` values of
+all hops add up to ``out``, and the ``row_sum`` values to 1. Their derivatives therefore add up to those of
 ``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn._blocks.backward``). The backward pass rotates the
-keys once more, and a device holds only its own keys and the current ones. A tangent rotates in the same way.
+keys once more, and a device holds only its own keys and the current ones. Tangents rotate in the same way.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def _add_sums(
 def _backward(
     platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
 ) -> dict[int, Array]:
-    """The cotangents of query, key and value, from each hop's kernel, or from blockwise if others are ``captured``."""
+    """The cotangents of query, key and value, from each hop's kernel, or blockwise if other arrays are ``captured``."""
     call, (out, row_max, row_sum, *error), ring = inputs
     leaves, dtype = jax.tree.leaves(call), softmax_dtype(call.query)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -174,7 +174,7 @@ def _backward(
 
 
 def _with_leaves(call: Call, numbers: Sequence[int], values: Sequence[Array]) -> Call:
-    """``call`` with ``values`` for its leaves with these ``numbers``."""
+    """``call`` with ``values`` in place of its leaves with these ``numbers``."""
     leaves, structure = jax.tree.flatten(call)
     for n, x in zip(numbers, values, strict=True):
         leaves[n] = x

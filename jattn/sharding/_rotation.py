@@ -159,7 +159,7 @@ class RingPlan:
 def each_kv_head(platform: str, of_kv_head: OfKvHead, carry: PyTree, call: Call) -> PyTree:
     """``carry = of_kv_head(carry, call, h)`` with the call of each key/value head, or once with the call of all heads.
 
-    One by one, as with many queries per device, the rotation holds only a single head's data at a time.
+    With many queries per device, heads run one by one, so that the rotation holds only a single head's data at a time.
     """
     T, K = call.query.shape[1], call.key.shape[2]
     if K == 1 or (platform != "cpu" and T < MANY):

@@ -30,7 +30,7 @@ class SplitKeys(OnOwnPart):
     ``bias`` arrays.
 
     Args:
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis (or axes) over which S is sharded.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         implementation: the name of the implementation on each device; None picks one.
@@ -131,7 +131,7 @@ def merge_devices(
 
     Takes two all-reduces: the largest lse of each row, then, together, the sums of ``e^(lse - largest)`` and of its
     product with ``out``. An all-reduce computes either a sum or a maximum, and no device knows a bound on the others'
-    lse; a single all-gather would suffice, but hold every device's ``out``.
+    lse values; a single all-gather would suffice, but it would hold every device's ``out``.
     """
     row_max = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
     row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)

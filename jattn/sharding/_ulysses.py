@@ -28,11 +28,11 @@ class Ulysses(OverMesh):
     For attention, all-to-alls exchange the sequence for heads and back (``ulysses_attention``).
 
     Args:
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis (or axes) over which T and S are sharded, and N instead during attention.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
         ring_axis: the mesh axis of a ring; T and S are then sharded over ``(ring_axis, axis_name)``.
-        layout: of the ring, ``"contiguous"`` or ``"zigzag"``.
+        layout: the ring's layout, ``"contiguous"`` or ``"zigzag"``.
         implementation: the name of the implementation on each device; None picks one. Not with ``ring_axis``.
 
     Raises:
@@ -166,8 +166,8 @@ class Ulysses(OverMesh):
     def _to_heads(self, mesh_axes: MeshAxes, x: Array, axes: str) -> Array:
         """``x``, with these axis letters, with its heads sharded over the devices that previously sharded its sequence.
 
-        Key heads are repeated until divisible by the devices: if fewer than devices, each goes to the devices that use
-        it.
+        Key heads are repeated until divisible by the devices: if there are fewer heads than devices, each goes to the
+        devices that use it.
         """
         P, heads, K = self._devices, mesh_axes.parts("heads"), x.shape[2]
         whole = K % heads != 0  # each device along the head axes has all key heads and uses one
@@ -216,9 +216,9 @@ def ulysses_attention(
     """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis, and heads instead during attention.
 
     All-to-alls of queries, keys and values give each device whole sequences for its share of the heads; another
-    all-to-all returns the output for its share of the sequence. Unlike in a ring, a device's traffic falls with the
-    number of devices. However, there can be no more devices than query heads, and each device holds the full length of
-    its heads. Source: https://arxiv.org/abs/2309.14509.
+    all-to-all returns the output for its share of the sequence. Unlike in a ring, each device's traffic decreases as
+    devices are added. However, there can be no more devices than query heads, and each device holds the full sequence
+    for its heads. Source: https://arxiv.org/abs/2309.14509.
 
     With ``ring_axis``, a device has a share of the sequence instead of whole sequences, and keys and values rotate
     along that axis as in ``ring_attention``: heads within a node, a ring between nodes. Source:
@@ -230,14 +230,14 @@ def ulysses_attention(
             along ``head_axis`` and ``axis_name``.
         bias: floats added to the scores; they broadcast to ``[B,N,T,S]``.
         mask: a bool array (True: visible), a ``jattn.masks.Mask``, or a function ``(b, h, q_idx, kv_idx) -> bool``.
-        mesh: the devices; its other axes repeat the work.
+        mesh: the devices; the work is replicated along its other axes.
         axis_name: the mesh axis (or axes) over which T and S are sharded, and N instead during attention. Key/value
             heads are repeated until divisible by the number of devices. So if K divides the number of devices, each
             device gets only the head that it uses.
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded throughout.
         ring_axis: the mesh axis of a ring. T and S are then sharded over ``(ring_axis, axis_name)``, in that order.
-        layout: of the ring: ``"contiguous"``, or ``"zigzag"`` for the order of ``to_zigzag`` over the devices along
-            ``ring_axis``.
+        layout: the ring's layout, ``"contiguous"``, or ``"zigzag"`` for the order of ``to_zigzag`` over the devices
+            along ``ring_axis``.
         implementation: the name of the implementation on each device; None picks one. Not with ``ring_axis``.
         return_residual: also return the log-sum-exp ``[B,T,N]``.
         options: all other keywords of ``jattn.dot_product_attention``. Arrays indexed by slot (``bias``, ``mask``

@@ -1,8 +1,8 @@
 """Tests custom kernels with a conformance table: values, log-sum-exp and gradients against float64.
 
-Every jattn implementation passes the table, except that ``"cudnn"`` and ``"splash"`` refuse the case of keys with much
-in common: their kernels compute a row's sum from the rounded output. ``check`` runs the table, with or without pytest;
-as one test per case::
+Every jattn implementation passes the table, except that ``"cudnn"`` and ``"splash"`` reject the case of keys that share
+a large common component: their kernels compute a row's sum from the rounded output. ``check`` runs the table, with or
+without pytest; as one test per case::
 
     @pytest.mark.parametrize("name", jattn.testing.CASES)
     def test_my_kernel(name):

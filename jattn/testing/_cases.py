@@ -31,18 +31,18 @@ class Case:
         options: the call's arguments other than query, key, value and ``score_mod``; of these, the floats ``bias`` and
             ``sinks`` are differentiated.
         sees: ``(b, h, q, kv) -> bool``: the visibility under ``is_causal``, ``local_window_size`` and a non-array
-            ``mask`` in ``options``. It receives integers, with positions for ``q`` and ``kv``.
+            ``mask`` in ``options``. It receives integers; ``q`` and ``kv`` are positions.
         vectorized: ``sees`` gets arrays ``b [B,1,1,1]``, ``h [N,1,1]``, ``q [B,1,T,1]`` and ``kv [B,1,1,S]`` instead.
         score: ``(params, score, h [N,1,1], q [T,1], kv [1,S]) -> score``: the definition of ``mod``.
         mod: ``params -> score_mod``.
         params: the score function's floats, which are differentiated.
         shape: ``(B, T, S, N, K, H, D)``.
-        amplify: a factor on the queries.
-        dtype: of query, key and value, which are normally distributed.
+        amplify: a factor that multiplies the queries.
+        dtype: the dtype of query, key and value, which are normally distributed.
         tolerance: for ``out`` and ``lse``, relative to the largest value, and never less than the dtype's 2e-5, 4e-3
-            (float16) or 2e-2 (bfloat16). The tolerance for gradients is twice as large, or 8 times in 16 bits.
-        poisoned: NaN or infinity in unseen keys and values must change no bit.
-        offset: a factor on a normally distributed vector ``[K,H]`` added to all keys, like the bias of a projection.
+            (float16) or 2e-2 (bfloat16). The tolerance for gradients is twice as large, or 8 times as large in 16 bits.
+        poisoned: NaN or infinity in unseen keys and values must leave the results bit-identical.
+        offset: the scale of a normally distributed vector ``[K,H]`` added to all keys, like the bias of a projection.
             Only the gradients of ``out`` are then compared. A vector shared by all keys changes no weight, so its
             product with these gradients must vanish, while it dominates the gradient of the lse.
 
@@ -80,7 +80,7 @@ class Case:
 
 @pytree_dataclass
 class InChunk(masks.Mask):
-    """A user-defined mask class: the keys of the query's chunk, up to the query itself."""
+    """A user-defined mask class that shows the keys of the query's chunk, up to the query itself."""
 
     size: int = static_field(default=4)
 

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     Attributes:
         result: ``"right"``; ``"wrong"``; ``"refused"``, by ``unsupported_reason`` or ``jattn.Unsupported``;
             ``"failed"``, with any other exception.
-        reason: why the result is not right, otherwise None.
+        reason: why the result is not right; None if it is.
         error: the largest ratio of an error to its tolerance; None if no error was measured.
 
     Example:
@@ -80,7 +80,7 @@ def check(
 def examine(implementation: str | Implementation, case: Case, *, gradients: bool = True) -> Outcome:
     """The outcome of one case.
 
-    The call is compiled, with float32 products in full precision: by default, TPUs and GPUs round their factors. For a
+    The call is compiled, with float32 products in full precision: by default, TPUs and GPUs round the factors. For a
     ``poisoned`` case, the results with NaN, infinity and 0 in unseen positions must be bit-identical.
 
     Args:

@@ -1,6 +1,6 @@
-"""``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
+"""``"pallas_gpu"``: our own GPU kernels, for any mask and score function made of elementwise operations.
 
-This file defines what the kernels refuse. The kernels are in ``passes.py`` and ``row_sums.py``, on top of
+This file defines what the kernels reject. The kernels are in ``passes.py`` and ``row_sums.py``, on top of
 ``pipeline.py`` (the loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
 """
 
@@ -24,7 +24,7 @@ ENTRIES = 2**24  # blocks in the lists: 64 MiB
 
 @dataclasses.dataclass(frozen=True)
 class PallasGPU(PallasKernel):
-    """``implementation=``: ``"pallas_gpu"`` with custom settings. Never run on hardware: taken only by name.
+    """``implementation=``: ``"pallas_gpu"`` with custom settings. Untested on hardware: chosen only by name.
 
     ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``, for tests that call ``forward``,
     ``backward`` and ``reduce`` directly: Pallas' interpreter calls Python, which a deferred operation cannot do.

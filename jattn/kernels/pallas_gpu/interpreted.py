@@ -19,7 +19,7 @@ from jattn.kernels.pallas_gpu import PallasGPU
 class Interpreted(PallasGPU):
     """``implementation=``: the kernels of ``pallas_gpu`` on a CPU, with race detection.
 
-    As in ``pallas_gpu``, the kernels compute derivatives with respect to query, key and value; blockwise computes
+    As in ``pallas_gpu``, the kernels compute derivatives with respect to query, key and value; blockwise computes all
     others.
     """
 

@@ -15,7 +15,7 @@ _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 
 
 def run(fn: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays of ``fn(*arrays)``, which has only elementwise operations, computed equation by equation.
+    """The arrays of ``fn(*arrays)``, which consists of elementwise operations, computed equation by equation.
 
     ``fn`` is traced first, so derivatives follow JAX and custom rules; then calls are inlined, numbers are broadcast,
     and operations missing from the compiler are computed by ``FUNCTIONS``.

@@ -1,7 +1,7 @@
 """The kernels of ``pallas_gpu``: forward, backward and reduction.
 
-Written in Mosaic GPU for Hopper GPUs: ``wgmma`` computes products from shared memory, which the copy engine fills
-ahead. The forward pass follows FlashAttention-3 (https://arxiv.org/abs/2407.08608), with two alternating warpgroups.
+Written in Mosaic GPU for Hopper GPUs: ``wgmma`` computes products from shared memory, which the copy engine fills in
+advance. The forward pass follows FlashAttention-3 (https://arxiv.org/abs/2407.08608), with two alternating warpgroups.
 The backward pass follows FlashAttention-2 (https://arxiv.org/abs/2307.08691), with one kernel for the gradient of query
 and one for key and value, and the rule of ``jattn._blocks.backward``. Arrays keep their order of axes and are not
 copied. Blockwise computes forward mode, higher orders and the gradients of arrays other than query, key and value.
@@ -51,7 +51,7 @@ def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
 def forward(call: Call, settings: PallasGPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
 
-    ``row_max`` is the lse, so that the cotangent of ``acc`` equals the output's, in the dtype in which kernels
+    ``row_max`` is the lse, so that the cotangent of ``acc`` equals the output's, in the dtype in which the kernels
     multiply.
     """
     (B, T, N, H), D = call.query.shape, call.value.shape[3]
@@ -210,7 +210,7 @@ def _d_key_and_value(
 
 
 def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:
-    """``slope`` times ``d_weight``; 0 for pairs of weight 0, even if ``d_weight`` of a row that sees NaN is NaN."""
+    """``slope`` times ``d_weight``; 0 for pairs of weight 0, even if ``d_weight`` is NaN in a row that sees NaN."""
     d_scores = slope * d_weight
     return d_scores if step.scores.all_seen else jnp.where(slope != 0.0, d_scores, 0.0)
 

@@ -257,7 +257,7 @@ class MosaicKernel:
 
     @property
     def by_group(self) -> bool:
-        """Whether a key head's rows go through all its query heads."""
+        """Whether the rows of a key head loop over all its query heads."""
         return self.plan.by_key and not self.each_head
 
 

@@ -1,7 +1,7 @@
 """The reduction of ``"pallas_gpu"``: sums over the weights of each head, for ``jattn.heads.statistics``.
 
-The log-sum-exp is known, so weights are final when computed. One kernel adds up the sums of queries and another the
-sums of keys; in both, these are the rows, whose sums stay in registers. Sums by offset are in ``diagonals``.
+The log-sum-exp is known, so weights are final when computed. One kernel computes the sums for queries and another those
+for keys; the queries or keys are then the rows, whose sums stay in registers. Sums by offset are in ``diagonals``.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ def row_lists(any_visible: Table, all_visible: Table, by_key: bool, num_splits: 
 
     An entry is twice the block's column, plus 1 unless the block is full. A row without blocks gets one nonfull block.
     ``num_splits``: distributes each row's list over this many rows, at most one per column. Unlike
-    ``jattn._blocks.block_lists.block_lists``, a row's full and partial blocks are in one list, which one program reads.
+    ``jattn._blocks.block_lists.block_lists``, a row's full and partial blocks are in one list, read by one program.
     """
     xp = namespace(any_visible, all_visible)
     if by_key:

@@ -71,7 +71,7 @@ class Tile(pallas_tiles.Tile):
         return lambda s: jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
 
     def log2_scores(self) -> jax.Array:
-        """The scores divided by ln 2, for exponentials to base 2."""
+        """The scores divided by ln 2, for base-2 exponentials."""
         if self.source.bias is not None or self.source.score_mod is not None:
             return self.scores() * LOG2E
         s = self.product() * (self.scalar(self.source.scale) * LOG2E)
@@ -189,9 +189,9 @@ class Place:
 
     @property
     def scale(self) -> jax.Array:
-        """The factor on ``q·k``."""
+        """The factor that multiplies ``q·k``."""
         return self.tile().scalar(self.scores.scale)
 
     def tile(self, masked: bool = False, product: jax.Array | None = None) -> Tile:
-        """The scores here; ``product``: ``q·k``."""
+        """The scores at this location; ``product``: ``q·k``."""
         return Tile(self, masked, product)

@@ -1,6 +1,6 @@
-"""``"pallas_tpu"``: our own TPU kernels, for any mask and score function of elementwise operations.
+"""``"pallas_tpu"``: our own TPU kernels, for any mask and score function made of elementwise operations.
 
-This file defines what the kernels refuse. The kernels are in ``passes.py`` and ``block_sums.py``, on top of
+This file defines what the kernels reject. The kernels are in ``passes.py`` and ``block_sums.py``, on top of
 ``pipeline.py`` (the loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read in place) and
 ``schedule.py`` (the list of blocks).
 """
@@ -27,14 +27,14 @@ LONGEST = 2**18  # T + S for sums by key and by offset, which stay in vector mem
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(PallasKernel):
-    """``implementation=``: ``"pallas_tpu"`` with custom settings. Never run on hardware: taken only by name.
+    """``implementation=``: ``"pallas_tpu"`` with custom settings. Untested on hardware: chosen only by name.
 
     ``block_sizes``: queries and keys per block, multiples of 128; ``pipeline.make_plan`` sets the default.
     ``interpret``: run on any platform in Pallas' interpreter, for tests: True or a ``pltpu.InterpretParams``.
     ``in_place``: read and write ``[B,T,N,H]`` without temporaries. This pays off if the axes have this order in memory,
     as in a program's arguments and results. Between a model's layers, the compiler chooses another order, which the
-    kernels read by default; reading in place would cost copies. Requires bfloat16, an H of 128 and 2, 4 or a multiple
-    of 8 heads.
+    kernels read by default; reading in place would require copies. Requires bfloat16, an H of 128 and 2, 4 or a
+    multiple of 8 heads.
     """
 
     name: ClassVar[str] = "pallas_tpu"

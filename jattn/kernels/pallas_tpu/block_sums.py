@@ -1,7 +1,7 @@
 """The reduction of ``"pallas_tpu"``: sums over the weights of each head, for ``jattn.heads.statistics``, in one kernel.
 
 The log-sum-exp is known, so a block's weights are final when computed, and nothing is rescaled. Sums by query are added
-up along the keys of a tile. Sums by key and by offset are added up tile upon tile, elementwise, and reduced once per
+up along the keys of a tile. Sums by key and by offset are added up tile by tile, elementwise, and reduced once per
 block: sums by key across the lanes, and sums by offset along the diagonals.
 """
 
@@ -199,7 +199,7 @@ def _clear(ref: Ref) -> None:
 
 
 def _joined(largest: bool, total: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Values ``[keys, queries]`` reduced to ``[8, queries]`` by sum or maximum, register upon register."""
+    """Values ``[keys, queries]`` reduced to ``[8, queries]`` by sum or maximum, register by register."""
     x = jnp.broadcast_to(x, (TILE, TILE)).reshape(-1, 8, TILE)
     x = jnp.max(x, axis=0) if largest else jnp.sum(x, axis=0)
     if total is None:
@@ -219,7 +219,7 @@ def _typed(data: jax.Array, is_bool: bool) -> jax.Array:
 def _diagonal_sums(x: jax.Array) -> jax.Array:
     """``[keys, queries] -> [1, 2 * 128]``: entry ``128 + query - key`` is the sum of a diagonal.
 
-    Each row has to move left by its index. Repeatedly, the lower half of the rows moves left by half the number of rows
+    Each row must move left by its index. Repeatedly, the lower half of the rows moves left by half the number of rows
     and is added to the upper half.
     """
     x = jnp.concatenate([jnp.zeros_like(x), x], axis=1)

@@ -1,7 +1,8 @@
 """Arrays ``[B,T,N,X]`` of bfloat16 that the kernels read and write in their memory layout, without copies.
 
-XLA holds them in tiles of heads by 128 features, where a 32-bit word has one feature of two heads. ``[B,T,N/2,2,X]``
-has the same bytes. A block of it belongs to a pair of heads, and the kernel reads or sets its head's half of each word.
+XLA holds them in tiles of heads by 128 features, where a 32-bit word holds one feature of two heads. ``[B,T,N/2,2,X]``
+has the same bytes. A block of this array belongs to a pair of heads, and the kernel reads or sets its head's half of
+each word.
 """
 
 import jax
@@ -37,7 +38,7 @@ def _words(ref: Ref) -> Ref:
 
 
 def read(ref: Ref, head: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: rows from this one on are past the end, and 0."""
+    """A head's part of a block, ``[rows,X]`` in float32; ``rest``: rows from this one on lie past the end and are 0."""
     x = _words(ref)[...]
     if rest is not None:
         x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < rest, x, jnp.int32(0))

@@ -77,7 +77,7 @@ class TPUPlan:
         return jnp.transpose(array, (0, 3, 1, 2))[:, :T] if kind == "queries" else jnp.swapaxes(array, 1, 2)[:, :S]
 
     def type_of(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """A result's type. Inside ``jax.shard_map``, it must declare how it varies: like the query, here not at all."""
+        """A result's type. Inside ``jax.shard_map``, it must declare how it varies: like the query, it does not."""
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.call.query).manual_axis_type)
 
     def scores(self) -> Scores:
@@ -187,7 +187,7 @@ def call_kernel(
 
     Args:
         results: ``"queries"`` or ``"keys"`` (of each key head), optionally in place, or ``"whole"``, which stays in
-            vector memory for all blocks of a head. Either none or all belong to keys.
+            vector memory for all blocks of a head. Either none or all of them belong to keys.
         scratch: state kept from block to block of one result.
         of_block: further scratch, after ``scratch``, for one block.
     """
@@ -235,7 +235,7 @@ def _program(
     grid: Grid, scores: Scores, steps: Steps, counts: tuple[Any, Any], table_ref: Ref, of_arrays: Sequence[Ref],
     outs: Sequence[Ref], buffers: Sequence[Ref], kept: Sequence[Ref], of_block: Sequence[Ref],
 ) -> None:  # fmt: skip
-    """One program of a kernel; ``counts``: the numbers of its full blocks and other blocks."""
+    """One program of a kernel; ``counts``: the numbers of its full and other blocks."""
     operands, copied = grid.operands, grid.copied
     ids = [pl.program_id(axis) for axis in range(len(grid.shape))]
     b, n, i, j, partial, full, first, last = grid.locate(ids, table_ref)

@@ -116,10 +116,10 @@ class Scores(pallas_tiles.Scores):
     def at_once(self, masked: bool, often: bool) -> int:
         """The number of query tiles to compute per body of a loop over a block's queries.
 
-        Compile time grows with code size. But at the end of the body, the matrix unit runs empty: for the gradients of
-        key and value, bodies of 256 queries take 6 to 18% more bundles than one of 1024. This costs a few percent of a
-        body of 256 queries if a tile takes long, or of a kernel if the body does not run ``often``. Full blocks get
-        more: 512 with a score function, otherwise all, as do blocks with quick masks.
+        Compile time grows with code size. At the end of the body, however, the matrix unit runs empty: for the
+        gradients of key and value, bodies of 256 queries take 6 to 18% more bundles than one of 1024. This costs a few
+        percent of a body of 256 queries if a tile takes long, or of a kernel if the body does not run ``often``. Full
+        blocks get more: 512 with a score function, otherwise all, as do blocks with cheap masks.
         """
         (rows, _), each = self.operands.size, self.operands.at_a_time
         whole = rows // each
@@ -130,11 +130,11 @@ class Scores(pallas_tiles.Scores):
         return (2 if masked or self.score_mod is None else 4) * TILE // each
 
     def scale_of(self, ins: Sequence[Ref]) -> Array:
-        """The factor on ``q·k``."""
+        """The factor that multiplies ``q·k``."""
         return self.operands.scalar(ins, self.scale, 0, 0)
 
     def product(self, x: Array, y: Array, over_x: int, over_y: int) -> Array:
-        """The product over one axis each, with operands in the inputs' dtype, accumulated in float32."""
+        """The product over one axis of each operand, with operands in the inputs' dtype, accumulated in float32."""
         dtype = self.call.query.dtype
         return jax.lax.dot_general(
             x.astype(dtype), y.astype(dtype), (((over_x,), (over_y,)), ((), ())),

@@ -40,9 +40,9 @@ MOST_BLOCKS = 2**18
 def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
     """Queries and keys per block: each length is split into the fewest equal parts of at most 512, in whole lanes.
 
-    512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and its like in its configuration). For
-    a ``head_dim`` (the larger of query's and value's) above 256, the limit is 256: a block's queries, keys, values,
-    results and scores must fit in a core's vector memory.
+    512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and similar settings in its
+    configuration). For a ``head_dim`` (the larger of the query's and value's) above 256, the limit is 256: a block's
+    queries, keys, values, results and scores must fit in a core's vector memory.
     """
     largest = LARGEST_BLOCK if head_dim <= 256 else LARGEST_BLOCK // 2
     return block_sizes(T, S, largest)
@@ -53,7 +53,7 @@ class Splash(Kernel):
     """``implementation=``: ``"splash"`` with custom settings.
 
     ``block_sizes``: queries and keys per block, multiples of 128; ``default_block_sizes`` gives the default.
-    ``interpret``: run the kernels in Pallas's interpreter, on any platform: slow, for tests.
+    ``interpret``: run the kernels in Pallas' interpreter, on any platform: slow, for tests.
     """
 
     name: ClassVar[str] = "splash"
@@ -100,7 +100,7 @@ class Splash(Kernel):
         return describe_work(BlockPlan((rows, columns), computed, computed, False), lengths)
 
     def prepare(self, call: Call) -> "Splash":
-        """With the plan, because static masks are read while tracing."""
+        """Adds the plan, because static masks are read while tracing."""
         return _PlannedSplash(self.block_sizes, self.interpret, self._plan(call))
 
     def _plan(self, call: Call) -> SplashPlan:
@@ -110,7 +110,7 @@ class Splash(Kernel):
 
     @property
     def _kernel(self) -> ModuleType:
-        """Imported on first use: it takes a fifth of a second."""
+        """Imported on first use: the import takes a fifth of a second."""
         return importlib.import_module("jattn.kernels.splash.jax_splash")
 
     def forward(self, platform: str, call: Call) -> Results:
@@ -176,7 +176,7 @@ def _soft_cap(call: Call) -> float | None:
 def _settings(dtype: Any) -> Iterator[None]:
     """Splash's index arithmetic uses 32 bits and mixes dtypes, whatever the caller's settings.
 
-    Products of bfloat16 have one precision; Mosaic refuses any other.
+    Products of bfloat16 have one precision; Mosaic rejects any other.
     """
     precision = jax.config.jax_default_matmul_precision if dtype == jnp.float32 else "default"
     with jax.enable_x64(False), mod_semantics(), jax.default_matmul_precision(precision):
@@ -184,7 +184,7 @@ def _settings(dtype: Any) -> Iterator[None]:
 
 
 def _inputs(call: Call, plan: SplashPlan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
-    """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys and values, and blind queries, are zeros."""
+    """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys and values, and blind queries, are zero."""
     T, S = plan.masks[0].padded_lengths
     query, key, value = call.query, call.key, call.value
     ids = ids_of(call)

@@ -30,8 +30,8 @@ HIDDEN = splash.DEFAULT_MASK_VALUE
 class BlocksOnly(mask_lib.Mask):
     """A ``HeadMask`` for splash, which stores and reads its partial blocks.
 
-    Splash asks for one block at a time, and for most blocks only whether ``any`` or ``all`` of it is visible. A single
-    pair answers this for an empty or full block: at 32768 tokens, whole blocks take half a minute of tracing.
+    Splash asks for one block at a time, and for most blocks only whether ``any`` or ``all`` pairs are visible. A single
+    pair answers this for an empty or full block: at 32768 tokens, whole blocks take half a minute to trace.
     """
 
     def __init__(self, mask: HeadMask):

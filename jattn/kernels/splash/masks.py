@@ -43,8 +43,8 @@ class Parts:
 class HeadMask:
     """One head's static mask. Compares by value, so that equal calls share tables and programs.
 
-    ``static`` decides on each pair; ``any_visible`` is False for blocks emptied by any mask, including those
-    represented by ids.
+    ``static`` decides each pair; ``any_visible`` is False for blocks emptied by any mask, including those represented
+    by ids.
     """
 
     static: tuple[MaskFunction, ...]
