@@ -429,7 +429,7 @@ def within_capacity(length: Any, capacity: int) -> Array:
     if not isinstance(length, Tracer) and np.max(length, initial=0) > capacity:
         raise ValueError(
             f"append: {int(np.max(length))} tokens do not fit into a cache of {capacity}; use a larger capacity or "
-            f"rolling=True"
+            f"rolling=True, or pass no keys (key[:, :0]) to attend to stored ones"
         )
     return jnp.asarray(length) <= capacity
 

@@ -67,7 +67,8 @@ def attention_heatmap(
         title: text above the plot.
 
     Returns:
-        The axes; save them with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType fonts).
+        The axes; save them with ``ax.figure.savefig("heads.png")``, or ``"heads.pdf"`` for a paper (TrueType
+            fonts; with your own ``ax``, set ``rcParams["pdf.fonttype"] = 42``).
 
     Raises:
         ValueError: ``weights`` has the wrong rank or is empty; the number of labels is not T or S; an id is negative.

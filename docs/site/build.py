@@ -20,6 +20,7 @@ OUT = Path(sys.argv[1] if len(sys.argv) > 1 and __name__ == "__main__" else ROOT
 SOURCE, SITE = OUT / "site-source", OUT / "site"
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments"), str(HERE)]
 
+import yaml
 from reference import list_modules, write_reference
 
 from docs.site.public_api import MODULES, public_names
@@ -241,8 +242,11 @@ def _write_reports() -> str:
     rows = []
     for run in kept_runs():
         page, report = kept_page(run), SOURCE / "extra" / f"report-{run.name}.html"
+        page.config["description"] = yaml.safe_load((ROOT / "configs" / f"{run.name}.yaml").read_text())[
+            "description"
+        ]  # today's words
         report.write_text(page.html(), encoding="utf-8")
-        about = page.config["description"].partition(". ")[0].rstrip(".")
+        about = re.split(r"(?<!al)[.:?] ", page.config["description"])[0].rstrip(".")
         size = report.stat().st_size / 1e6
         rows.append(f'| <a href="{report.name}">{run.name}</a> | {about}. | {size:.1f} MB |\n')
     return "\n| run | | |\n|---|---|---|\n" + "".join(rows) + "\n"

@@ -172,6 +172,9 @@ def _fitting(name: str, x: Any, sizes: Mapping[str, Length], field: str) -> AnyA
             hint = f"; a padding mask [B, S] is {name}[:, None, None, :]"
         elif of_pairs and array.shape in ((full[0], full[2], full[3]), (full[0], 1, full[3])):
             hint = f"; one per sequence is {name}[:, None]"
+        elif of_pairs and array.ndim and array.shape[-1] not in (1, full[3]):
+            causal = ", and a causal one is is_causal=True" if array.shape[-2:] == (full[2], full[2]) else ""
+            hint = f"; with a cache, {name} covers its slots{causal}"
         shapes = f"{', '.join(fewer)} or {every}" if fewer else every
         shared = ", with 1 where it is shared" if first else ""
         raise ValueError(

@@ -134,9 +134,9 @@ def statistics(
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (that see two or more keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all queries.
     - ``distance``: ``sum p |q - kv|``, in tokens (all).
-    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (that see it).
-    - ``first_token``: p at ``kv = 0``, the attention sink (``q > 0``, that see it; few under a window). Source:
-      https://arxiv.org/abs/2309.17453.
+    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (queries that see it).
+    - ``first_token``: p at ``kv = 0``, the attention sink (queries with ``q > 0`` that see it; few under a window).
+      Source: https://arxiv.org/abs/2309.17453.
     - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (that see such a key).
     - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys, such as
       delimiters, and divided by its ``support``, it is the mean weight on that set.
@@ -147,11 +147,12 @@ def statistics(
 
     ``q`` and ``kv`` are places in a query's own sequence, counted from 0; in ``offset_profile`` and ``received``, and
     for the order of tokens, they are slots. Places are the positions, if given. Otherwise they are slots, counted from
-    the first that is not padding or, with ``Segments``, within each id. If T = S, padding is whatever
-    ``masks.Padding``, ``masks.Dense``, lengths, and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from
-    all queries at either end of a sequence. Padding queries never count. A plain function reveals neither padding nor
-    documents, so pass ``eligible`` and positions, or ``Segments``. A padding segment counts like any other, so pass
-    ``eligible``.
+    the first that is not padding or, with ``Segments``, within each id.
+
+    If T = S, padding is what a mask hides from all queries at either end of a sequence. Its queries never count. Only
+    some masks reveal it: ``masks.Padding``, ``masks.Dense``, lengths, and arrays as ``mask`` and ``bias``, joined by
+    ``&`` alone. A function, ``~`` and ``|`` reveal neither padding nor documents: pass ``eligible`` and positions, or
+    ``Segments``. A padding segment counts like any other: pass ``eligible``.
 
     A pair is hidden if a mask hides it, or if its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
     -32,752), so additive masks of -inf, ``finfo.min`` and -1e9 count as masks. If a query sees a NaN, each mean that

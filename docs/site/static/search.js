@@ -3,7 +3,7 @@
 const stemmer = new Stemmer(), stems = new Map(), ignored = new Set([...stopwords, "can", "get", "use", "using", "jattn"]);
 const stem = (word) => stems.get(word) ?? stems.set(word, stemmer.stemWord(word)).get(word);
 // "SlidingWindow" and "sliding_window" are two words, and one.
-const split = (text) => text.match(/[\p{L}\p{N}_.]+/gu)?.flatMap((name) => {
+const split = (text) => text.match(/[\p{L}\p{N}_]+/gu)?.flatMap((name) => {
   const parts = name.match(/\p{Lu}?[\p{Ll}\p{N}]+|\p{Lu}+(?!\p{Ll})|\p{N}+/gu) ?? [];
   return parts.length > 1 ? [...parts, parts.join("")] : parts;
 }) ?? [];
@@ -14,7 +14,8 @@ const sections = SITE.sections.map((section) => {
   const counts = new Map(), list = terms(section.text);
   for (const term of list) counts.set(term, (counts.get(term) ?? 0) + 1);
   return { ...section, counts, length: list.length, headingTerms: new Set(terms(section.heading)),
-    pageTerms: new Set(terms(section.page)), phrases: section.words.map((words) => new Set(terms(words))) };
+    pageTerms: new Set(terms(section.page)), phrases: section.words.map((words) => new Set(terms(words))),
+    topic: new Set(terms(section.heading.split(":")[0])) }; // "Attention sinks: softmax off by one" is about attention sinks
 });
 const meanLength = average(sections.map((section) => section.length));
 const synonyms = new Map();
@@ -49,7 +50,7 @@ const score = (section, asked) => {
     all += rarity(term);
   }
   // A heading or a phrase that is what was asked, and little else, is the answer.
-  for (const name of [section.headingTerms, ...section.phrases]) {
+  for (const name of [section.headingTerms, section.topic, ...section.phrases]) {
     const common = asked.filter((term) => name.has(term));
     const share = average(asked.map((term) => name.has(term) ? 1 : 0)) * common.length / Math.max(name.size, 1);
     section.like = Math.max(section.like ?? 0, share);
