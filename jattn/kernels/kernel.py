@@ -133,7 +133,7 @@ class Kernel:
         return ()
 
     def refusal_at_lowering(self, call: Call) -> str | None:
-        """A reason against the kernel as a default, known only at lowering, or None."""
+        """A reason not to use the kernel by default that is known only at lowering, or None."""
         return None
 
     def describe_work(self, platform: str, call: Call) -> str | None:
