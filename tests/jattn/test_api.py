@@ -225,6 +225,16 @@ ERRORS = {
     "layout of PyTorch": ((q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)), {}, "layout"),
     "a padding mask of two axes": ((q, k, v), {"mask": np.ones((B, S), bool)}, r"mask\[:, None, None, :\]"),
     "one mask a sequence": ((q, k, v), {"mask": np.ones((B, T, S), bool)}, r"one per sequence is mask\[:, None\]"),
+    "a causal array without the cache's slots": (
+        (q, k, v),
+        {"mask": np.tri(T, dtype=bool)},
+        "with a cache, mask covers its slots, and a causal one is is_causal=True",
+    ),
+    "a padding mask without the cache's slots": (
+        (q, k, v),
+        {"mask": np.ones((B, 1, 1, S - 1), bool)},
+        r"with a cache, mask covers its slots$",
+    ),
     "mask of five axes": ((q, k, v), {"mask": np.ones((1, B, N, T, S), bool)}, r"got shape \[1, 2, 6, 7, 11\]"),
     "mask of kv heads": ((q, k, v), {"mask": np.ones((B, K, T, S), bool)}, r"\[B, N, T, S\] = \[2, 6, 7, 11\]"),
     "mask of floats": ((q, k, v), {"mask": np.ones((T, S), np.float32)}, "mask must be bool .*float32.*bias="),
