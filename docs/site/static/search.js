@@ -15,7 +15,7 @@ const sections = SITE.sections.map((section) => {
   for (const term of list) counts.set(term, (counts.get(term) ?? 0) + 1);
   return { ...section, counts, length: list.length, headingTerms: new Set(terms(section.heading)),
     pageTerms: new Set(terms(section.page)), phrases: section.words.map((words) => new Set(terms(words))),
-    topic: new Set(terms(section.heading.split(":")[0])) }; // "Attention sinks: softmax off by one" is about attention sinks
+    topic: new Set(terms(section.heading.split(":")[0])) }; // of "Long sequences: memory and speed", long sequences
 });
 const meanLength = average(sections.map((section) => section.length));
 const synonyms = new Map();
