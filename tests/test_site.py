@@ -245,9 +245,11 @@ def axe(tmp_path_factory):
     if shutil.which("npm") is None:
         pytest.skip("no npm: axe-core cannot be installed")
     folder = tmp_path_factory.mktemp("axe")
-    done = subprocess.run(["npm", "install", "--silent", "axe-core@4.14.1"], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"axe-core cannot be installed: {done.stderr[-200:]}")
+    command = ["npm", "install", "--silent", "axe-core@4.14.1"]
+    try:
+        subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as reason:
+        pytest.skip(f"axe-core cannot be installed: {reason}")
     return (
         (folder / "node_modules" / "axe-core" / "axe.min.js")
         .read_text(encoding="utf-8")
