@@ -1,5 +1,5 @@
-// Ranks the sections of the site (sections.js) by the words of a query. The stems of words and the list of words that
-// tell nothing are Sphinx's (language_data.js).
+// Ranks the sections of the site (sections.js) by the words of a query. The stemmer and the stop words are Sphinx's
+// (language_data.js).
 const stemmer = new Stemmer(), stems = new Map(), ignored = new Set([...stopwords, "can", "get", "use", "using", "jattn"]);
 const stem = (word) => stems.get(word) ?? stems.set(word, stemmer.stemWord(word)).get(word);
 // "SlidingWindow" and "sliding_window" are two words, and one.
@@ -34,7 +34,7 @@ const rarity = (term) => {
   return rarities.get(term);
 };
 
-// How well a section answers one term, from 0 on: text counts up to 1 (BM25), a page's title 1, a heading or a phrase 3.
+// How well a section answers one term: its text adds up to 1 (BM25), its page's title 1, its heading or a phrase 3.
 const match = (section, term) => {
   const count = section.counts.get(term) ?? 0;
   const text = count / (count + 0.4 + 0.8 * section.length / meanLength);
@@ -49,14 +49,11 @@ const score = (section, asked) => {
     met += best ? rarity(term) : 0;
     all += rarity(term);
   }
-  // A heading or a phrase that is what was asked, and little else, is the answer.
-  for (const name of [section.headingTerms, section.topic, ...section.phrases]) {
-    const common = asked.filter((term) => name.has(term));
-    const share = average(asked.map((term) => name.has(term) ? 1 : 0)) * common.length / Math.max(name.size, 1);
-    section.like = Math.max(section.like ?? 0, share);
-  }
-  const like = section.like;
-  section.like = 0;
+  // A heading or a phrase that holds what was asked, and little else, is the answer.
+  const like = Math.max(...[section.headingTerms, section.topic, ...section.phrases].map((name) => {
+    const common = asked.filter((term) => name.has(term)).length;
+    return common / asked.length * common / Math.max(name.size, 1);
+  }));
   return (sum + 3 * like * all) * (met / all) ** 2;
 };
 
